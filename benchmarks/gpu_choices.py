@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft.config.schema import OptimSection
-from weft.models.llama import PRESETS, Llama
+from weft.models.decoder import Decoder
+from weft.models.families.llama import PRESETS
 from weft.optim.optimizer import build_adamw
 from weft.parallel.float8 import apply_float8
 from weft.plan.devices import GIB
@@ -157,7 +158,7 @@ def shards_of_8b(is_small: bool) -> Iterator[Tensor]:
     """Yield the parameters' shards of one of eight ranks."""
     config = PRESETS["8b"].model_copy(update={"num_layers": 2} if is_small else {})
     with torch.device("meta"):
-        model = Llama(config)
+        model = Decoder(config)
     for param in model.parameters():
         rows = max(1, param.shape[0] // (4096 if is_small else 8))
         yield torch.zeros((rows, *param.shape[1:]), device=DEVICE)
@@ -222,7 +223,7 @@ def graphs(is_small: bool) -> None:
     for preset, tokens in sizes.items():
         config = PRESETS[preset].model_copy(update={"num_layers": 1, "vocab_size": 512})
         with torch.device(DEVICE):
-            model = Llama(config).to(torch.bfloat16)
+            model = Decoder(config).to(torch.bfloat16)
             cos, sin = model.rope(tokens, None, torch.bfloat16)
         block: Any = torch.compile(model.layers["0"], dynamic=False)
         x = bfloat16(1, tokens, config.dim)

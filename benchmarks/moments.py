@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from weft.config.schema import OptimSection
 from weft.models import load_family
-from weft.models.llama import LlamaConfig
+from weft.models.decoder_config import DecoderConfig
 from weft.optim.optimizer import build_adamw, build_optimizer
 from weft.parallel.float8 import import_quietly
 from weft.parallel.initialization import init_params
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     num_layers=2,
     dim=64,
     num_heads=4,

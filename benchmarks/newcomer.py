@@ -32,10 +32,11 @@ MODEL = "--model.path Qwen/Qwen3-0.6B"
 MODEL_FILE = """
 from dataclasses import replace
 
-from weft.models import llama
+from weft.models.decoder import Decoder
+from weft.models.families import llama
 
 
-class Model(llama.Llama):
+class Model(Decoder):
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs)
 
@@ -62,7 +63,7 @@ PYTHON_FILE = """
 import weft
 
 run = weft.train("demo", {"train.steps": 5, "run.dir": "runs/mine", "data.path": "my-book.txt"})
-model = weft.load_model("runs/mine")
+model = weft.load_text_model("runs/mine")
 print(run.loss, weft.generate(model, "Once", max_tokens=5))
 """
 LOAD_FILE = """

@@ -113,7 +113,7 @@ def fields_table(section: type[schema.Section]) -> list[str]:
 
 
 def model_fields() -> list[str]:
-    """Return the fields of each family's configuration, which are further keys of ``model``."""
+    """Return the fields of a decoder, which are further keys of ``model``."""
     from weft.models import FAMILIES
 
     lines = [
@@ -124,10 +124,10 @@ def model_fields() -> list[str]:
         "configuration without a preset.",
         "",
     ]
+    lines += ["| `model.kind` | presets |", "|---|---|"]
     for name, family in FAMILIES.items():
-        presets = ", ".join(map(code, family.presets))
-        lines += [f"### {name}", "", f"Presets: {presets}.", "", *fields_table(family.config)]
-    return lines
+        lines.append(f"| {code(name)} | {', '.join(map(code, family.presets))} |")
+    return [*lines, "", *fields_table(FAMILIES["llama"].config)]
 
 
 def peers_page() -> str:

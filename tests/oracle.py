@@ -31,6 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.oracle_models import (
+    base_of,
+    build_theirs,
+    grad_of,
+    masks_of,
+    module_name,
+    theirs_of,
+)
 from tests.small import SMALL, Overrides
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
@@ -292,134 +300,11 @@ def read_rows(reader: Reader, batches: Sequence[Batch]) -> tuple[Rows, list[Any]
 # --------------------------------------------------------------------------- the other model
 
 
-def build_theirs(kind: str, config: Any) -> nn.Module:
-    """Build transformers' model of the same shape, with unspecified weights."""
-    import transformers
-
-    shape: dict[str, Any] = {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "attn_implementation": "eager",
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-    if kind == "llama" and config.rope_scaling:
-        shape["rope_parameters"] |= {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_context,
-        }
-    if kind == "moe":
-        return _build_moe(config, shape)
-    known = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}[kind]
-    extra = {"sliding_window": None} if kind == "mistral" else {}
-    configured = getattr(transformers, f"{known}Config")(**shape, **extra)
-    model: nn.Module = getattr(transformers, f"{known}ForCausalLM")(configured)
-    return model
-
-
-def _build_moe(config: Any, shape: dict[str, Any]) -> nn.Module:
-    """Build a model with attention of Qwen3 or Llama and MoE of Qwen3 or DeepSeek-V3."""
-    import transformers
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
-
-    known = "Qwen3" if config.qk_norm else "Llama"
-    configured = getattr(transformers, f"{known}Config")(**shape)
-    model: nn.Module = getattr(transformers, f"{known}ForCausalLM")(configured)
-    experts = {
-        "num_experts_per_tok": config.active_experts,
-        "moe_intermediate_size": config.expert_dim,
-        "norm_topk_prob": config.renormalize,
-        "hidden_size": config.dim,
-    }
-    experts["experts_implementation"] = "eager"
-    layers: Any = model.get_submodule("model.layers")
-    for layer in layers[config.dense_layers :]:
-        if config.score == "softmax":
-            assert not config.shared_experts, "transformers has no such model"
-            layer.mlp = qwen.Qwen3MoeSparseMoeBlock(
-                transformers.Qwen3MoeConfig(num_experts=config.num_experts, **experts)
-            )
-            assert config.route_scale == 1, "transformers has no such model"
-        else:
-            theirs = transformers.DeepseekV3Config(
-                n_routed_experts=config.num_experts,
-                n_shared_experts=max(1, config.shared_experts),
-                n_group=1,
-                topk_group=1,
-                routed_scaling_factor=config.route_scale,
-                **experts,
-            )
-            layer.mlp = deepseek.DeepseekV3MoE(theirs)
-            if not config.shared_experts:
-                layer.mlp.shared_experts = _Zero()
-    return model
-
-
-class _Zero(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-
-def theirs_of(model: nn.Module, name: str) -> Tensor:
-    """Return the tensor of transformers' or PEFT's model for parameter ``name``.
-
-    The tensor is a view: writing into it changes the model.
-    """
-    prefix = "base_model.model." if hasattr(model, "peft_config") else ""
-    full = name if name.startswith("lm_head") else f"model.{name}"
-    full = prefix + full.replace("mlp.router.", "mlp.gate.")
-    full = full.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
-    if ".experts." in full:
-        stem, _, which = full.removesuffix(".weight").rpartition(".")
-        if which == "down_proj":
-            return model.get_parameter(f"{stem}.down_proj")
-        both = model.get_parameter(f"{stem}.gate_up_proj")
-        return both.chunk(2, dim=1)[which == "up_proj"]
-    if full.endswith("expert_bias"):
-        stem = full.removesuffix("expert_bias")
-        return model.get_buffer(f"{stem}e_score_correction_bias")
-    owner = full.removesuffix(".weight")
-    if prefix and ".lora_" not in full:
-        inner = model.get_submodule(owner)
-        if hasattr(inner, "base_layer"):
-            return model.get_parameter(f"{owner}.base_layer.weight")
-    return model.get_parameter(full)
-
-
-def grad_of(model: nn.Module, name: str) -> Tensor:
-    """Return the gradient of transformers' or PEFT's model for parameter ``name``."""
-    result = theirs_of(model, name)
-    if ".experts." in name and "down_proj" not in name:
-        stem = f"model.{name.removesuffix('.weight').rpartition('.')[0]}"
-        both = model.get_parameter(f"{stem}.gate_up_proj").grad
-        assert both is not None
-        return both.chunk(2, dim=1)["up_proj" in name]
-    return torch.zeros_like(result) if result.grad is None else result.grad
-
-
 def logits_of(model: nn.Module, rows: Rows) -> Tensor:
     """Return logits ``[B, T, V]``; a token attends to earlier tokens of its document."""
-    size = rows.tokens.shape[1]
-    earlier = torch.ones(size, size, dtype=torch.bool).tril()
-    consumed_batches = (rows.documents[:, :, None] == rows.documents[:, None, :]) & earlier
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    mask = torch.zeros(consumed_batches.shape, dtype=dtype).masked_fill(
-        ~consumed_batches, torch.finfo(dtype).min
-    )
     out = model(
         input_ids=rows.tokens,
-        attention_mask=mask[:, None],
+        attention_mask=masks_of(model, rows.documents),
         position_ids=rows.positions,
         use_cache=False,
     )
@@ -526,8 +411,9 @@ def cast_to_low_precision(model: nn.Module, compute: str, float8: str) -> nn.Mod
 
 
 def has_weight_decay(name: str, value: Tensor) -> bool:
-    """Return True for matrices other than the embedding."""
-    return value.dim() > 1 and name != "embed_tokens.weight"
+    """Return True for matrices of products, without the embedding."""
+    is_bias = name.endswith(".bias")  # of experts: a matrix
+    return value.dim() > 1 and name != "embed_tokens.weight" and not is_bias
 
 
 def rate(step: int, job: Job) -> float:
@@ -679,7 +565,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"model__kind": "llama"},
     "llama3": {
         "model__kind": "llama",
-        "model__rope_scaling": True,
+        "model__rope_scaling": "llama3",
         "model__rope_original_context": 16,
         "model__rope_theta": 500.0,
         "model__rope_factor": 4.0,
@@ -700,7 +586,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "deepseek-moe": {
         "model__kind": "moe",
         "model__preset": "toy-moe",
-        "model__qk_norm": False,
+        "model__qk_norm": "none",
         "model__head_dim": 8,
         "model__num_experts": 5,
         "model__active_experts": 2,
@@ -823,11 +709,7 @@ def oracle_of(weft: Weft) -> nn.Module:
         for name, param in ours.items():
             theirs_of(model, name).copy_(whole_of(weft, name, param))
         for name, buffer in buffers.items():
-            if (
-                name.endswith("expert_bias")
-                and job.model.kind == "moe"
-                and config.score != "softmax"
-            ):
+            if name.endswith("expert_bias") and config.balance_rate and config.score != "softmax":
                 theirs_of(model, name).copy_(buffer)
     return model.float().train()
 
@@ -944,15 +826,18 @@ class _Comparison:
     def _initial(self) -> Iterator[Departure]:
         """Check the initialization of docs/models.md: normal, truncated at three sigmas."""
         depth = math.sqrt(2 * self.plan.model.num_layers)
+        is_offset = getattr(self.plan.model, "norm_offset", False)
         for part in self.built.model_parts:
             for name, param in part.named_parameters():
                 value = full_tensor(param).detach()
                 if not value.is_floating_point():
                     continue
                 value = value.float()
-                if value.dim() == 1:
-                    if (value != 1).any():
-                        yield Departure("initial", f"{name} is not 1", "parallel/initialization.py")
+                if value.dim() == 1 or name.endswith(".bias"):
+                    is_zero = name.endswith((".bias", "sinks.weight")) or is_offset
+                    if (value != 1 - is_zero).any():
+                        text = f"{name} is not {1 - is_zero}"
+                        yield Departure("initial", text, "parallel/initialization.py")
                     continue
                 if ".lora_B" in name:
                     if value.any():
@@ -1118,12 +1003,13 @@ class _Comparison:
         outs: dict[str, tuple[str, Tensor]] = {}
         theirs: dict[str, Tensor] = {}
         hooks = []
-        prefix = "base_model.model." if hasattr(self.theirs, "peft_config") else ""
         rest = dict(self.theirs.named_modules())
         for name, module in model.named_modules():
-            full = prefix + (name if name == "lm_head" else f"model.{name}")
+            full = module_name(self.theirs, name)
             if not name or full not in rest or name.startswith("_"):
                 continue
+            if name == "embed_tokens" and self.plan.model.embedding_scale != 1:
+                continue  # some models scale in the module, others after it
 
             def ours_hook(m: Any, args: Any, out: Any, name: str = name) -> None:
                 out = out[0] if isinstance(out, tuple) else out
@@ -1138,7 +1024,7 @@ class _Comparison:
             hooks.append(rest[full].register_forward_hook(their_hook))
         difference = self.job.data.keeps_documents
         model.eval()
-        was, model.fused_loss = getattr(model, "headless", False), False  # type: ignore[assignment]
+        was, model.fused_loss = model.fused_loss, False  # type: ignore[assignment]
         ours_logits = model(
             rows.tokens,
             rows.documents if difference else None,
@@ -1155,25 +1041,33 @@ class _Comparison:
         limit = 0.1 if self.low else 1e-4
         for name, (kind, out) in outs.items():
             other = theirs.get(name)
-            if other is None or other.shape != out.shape:
+            if other is None or other.numel() != out.numel():
                 continue
+            other = other.view_as(out)  # some layers of experts return the rows of all sequences
             if _distance(out, other) > limit:
-                if kind.endswith("Attention") or kind == "Block":
+                if kind.endswith(("Attention", "Block")):
                     return self._rope(rows)
                 return _module_of(f"{name}.weight", self.job)
         if _distance(ours_logits.float(), expected) > limit:
-            return "models/llama.py"
+            return "models/decoder.py"
         return ""
 
     def _rope(self, rows: Rows) -> str:
         """Return the faulty module: rotary tables or attention."""
         [model] = self.built.model_parts
-        cos, sin = model.rope(rows.tokens.shape[1], rows.positions, torch.float32)
-        inner: Any = self.theirs
-        inner = inner.base_model.model if hasattr(self.theirs, "peft_config") else inner
-        theirs = inner.model.rotary_emb(torch.zeros(1), rows.positions)
-        same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip((cos, sin), theirs, strict=True))
-        return "models/layers.py" if same else "models/llama.py"
+        rotary = base_of(self.theirs).model.rotary_emb
+        for is_local in (False, True)[: 1 + (self.plan.model.rope_local_theta > 0)]:
+            kinds = ("sliding_attention" if is_local else "full_attention",)
+            kinds = kinds if hasattr(rotary, "layer_types") else ()
+            theirs = rotary(torch.zeros(1), rows.positions, *kinds)
+            theirs = theirs if isinstance(theirs, tuple) else (theirs.real, theirs.imag)
+            ours = model.rope(rows.tokens.shape[1], rows.positions, torch.float32, is_local)
+            for local, other in zip(ours, theirs, strict=True):
+                # Pairs may be halves or neighbors, and one value per pair or two.
+                repeated = other.repeat_interleave(local.shape[-1] // other.shape[-1], dim=-1)
+                if not torch.allclose(local.sort().values, repeated.sort().values, atol=1e-5):
+                    return "models/rotary.py"
+        return "models/attention.py"
 
     def _update(self, step: int, grads: dict[str, Tensor], norm: float) -> Iterator[Departure]:
         before = {name: p.detach().clone() for name, p in self.updates.params.items()}
@@ -1309,10 +1203,10 @@ def _module_of(name: str, job: Job) -> str:
         return "parallel/lora.py"
     if job.precision.float8 != "none" and "proj" in name:
         return "parallel/float8.py"
-    if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp" in name):
+    if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp." in name):
         return "models/moe.py"
-    if "q_norm" in name or "k_norm" in name:
-        return "models/layers.py"
+    if ("proj" in name and "self_attn" in name) or "sinks" in name:
+        return "models/attention.py"
     if name.startswith(("embed", "lm_head")):
-        return "models/llama.py"
+        return "models/decoder.py"
     return "models/layers.py"

@@ -83,7 +83,7 @@ run = weft.train("demo", {"train.steps": 20, "run.dir": "x"})
 loss: float | None = run.loss
 fits: bool | None = weft.plan("demo", cluster="1x8xH100").forecast.fits
 text: str = weft.generate(run, "class ", temperature=0)
-texts: list[str] = weft.generate(weft.load_model("x", "cpu"), ["a", "b"])
+texts: list[str] = weft.generate(weft.load_text_model("x", "cpu"), ["a", "b"])
 holds: bool = weft.verify("demo", {"parallel.tp": 2}, ranks=2).holds
 try:
     weft.compare("demo", vary={"optim.lr": [1e-3, 3e-3]}).report().save("x.html")
@@ -231,7 +231,7 @@ def random_path(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_generate_equals_the_command(random_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = weft.load_model(random_path, "cpu")
+    model = weft.load_text_model(random_path, "cpu")
     texts = weft.generate(model, ["class ", "def "], max_tokens=6, seed=3)
     command = ["generate", str(random_path), "class ", "--max-tokens", "6", "--seed", "3", "def "]
     assert main([*command, "--run.device", "cpu", "--json"]) == 0
@@ -247,7 +247,7 @@ def test_generate_equals_the_command(random_path: Path, capsys: pytest.CaptureFi
 def test_generate_answers_a_conversation(random_path: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(CHATML)
-    model = weft.load_model(random_path, "cpu", chat_template=template)
+    model = weft.load_text_model(random_path, "cpu", chat_template=template)
     messages = [{"role": "user", "content": "What is 2 + 2?"}]
     answer = weft.generate(model, messages, max_tokens=6)
     assert answer == weft.generate(model, "What is 2 + 2?", chat=True, max_tokens=6)
@@ -255,16 +255,16 @@ def test_generate_answers_a_conversation(random_path: Path, tmp_path: Path) -> N
 
 
 def test_generate_reports_every_mistake(random_path: Path) -> None:
-    model = weft.load_model(random_path, "cpu")
+    model = weft.load_text_model(random_path, "cpu")
     with pytest.raises(weft.InvalidConfig) as info:
         weft.generate(model, "x", temperature=-1, top_p=2, batch=0)
     assert {error.key for error in info.value.errors} == {"temperature", "top_p", "batch"}
     with pytest.raises(weft.InvalidConfig, match="chat_template"):
         weft.generate(model, "x", chat=True)
-    with pytest.raises(weft.InvalidConfig, match="load_model"):
+    with pytest.raises(weft.InvalidConfig, match="load_text_model"):
         weft.generate(model, "x", device="cpu")
     with pytest.raises(weft.InvalidConfig, match="neither a run directory"):
-        weft.load_model(random_path / "logs")
+        weft.load_text_model(random_path / "logs")
 
 
 # --------------------------------------------------------------------------- plans

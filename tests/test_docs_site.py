@@ -174,7 +174,7 @@ def test_agents_file_commands_parse() -> None:
         _, _, errors = read_job(options.recipe, options.overrides)
         assert [*getattr(options, "errors", []), *errors] == [], line
     paths = re.findall(r"`((?:weft|tests|docs)/[\w./-]*)`", text)
-    assert [p for p in paths if not (ROOT / p).exists()] == ["weft/models/NAME.py"]
+    assert [p for p in paths if not (ROOT / p).exists()] == ["weft/models/families/NAME.py"]
 
 
 # --------------------------------------------------------------------------- diagrams

@@ -16,6 +16,7 @@ __all__ = [
     "compare",
     "generate",
     "load_model",
+    "load_text_model",
     "open_run",
     "plan",
     "train",

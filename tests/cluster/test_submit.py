@@ -77,7 +77,7 @@ def test_launch_several_mistakes_are_reported_at_once(
     for item in (
         "train.step=5 is not a known key",
         'optim.lr="x"',
-        "parallel.tp=3",
+        "train.seq_len=256 is not divisible by tp=3",
         'launch.time_limit="1 day" must be D-HH:MM:SS',
         'launch.image="a/b"',
         'launch.options.nodes="3" is an option that weft sets. Use --nodes',
@@ -110,7 +110,7 @@ def test_launch_each_mistake_is_reported(
     ("words", "message"),
     [
         ([], "does not describe the nodes"),
-        (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "parallel.tp=3"),
+        (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "is not divisible by tp=3"),
     ],
 )
 def test_launch_mistake_without_a_run_directory_is_reported_alone(

@@ -26,7 +26,8 @@ from weft.estimate.cost import (
     step_seconds,
     work_seconds,
 )
-from weft.models import llama
+from weft.models.decoder_costs import flops_per_token, num_matmul_params, num_params
+from weft.models.families.llama import PRESETS
 from weft.plan.devices import Network, find_device, get_device, load_clusters, read_clusters
 from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
 from weft.plan.plan import Machine
@@ -87,7 +88,7 @@ def flops(step: Step) -> float:
 
 @pytest.mark.parametrize("preset", ["8b", "70b", "405b"])
 def test_decoder_dims_sizes_equal_the_model(preset: str) -> None:
-    config = llama.PRESETS[preset]
+    config = PRESETS[preset]
     dims = DecoderDims(
         config.num_layers,
         config.dim,
@@ -96,12 +97,12 @@ def test_decoder_dims_sizes_equal_the_model(preset: str) -> None:
         config.ffn_dim,
         config.vocab_size,
     )
-    assert dims.params == llama.num_params(config)
+    assert dims.params == num_params(config)
     # FLOPs equal the model's, but a causal mask halves those of attention, and its backward takes
     # 2.5 times the forward instead of 2: the kernel recomputes the scores.
     layout = replace(LAYOUT, microbatch_size=2, dp_shard=4)
-    weights = 6.0 * llama.num_matmul_params(config)
-    full = llama.flops_per_token(config, layout.seq_len) - weights
+    weights = 6.0 * num_matmul_params(config)
+    full = flops_per_token(config, layout.seq_len) - weights
     tokens = layout.global_batch_size * layout.seq_len / layout.dp_size
     assert flops(estimate_step(layout, dims)) / tokens == pytest.approx(
         weights + full / 2 * 3.5 / 3

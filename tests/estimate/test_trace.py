@@ -34,7 +34,8 @@ from weft.estimate.trace import (
     trace_ranks,
 )
 from weft.estimate.trace_memory import peak_live_bytes, simulate_memory
-from weft.models import llama
+from weft.models import decoder
+from weft.models.families import llama
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.mesh import Mesh
 from weft.plan.plan import Machine, Plan
@@ -253,6 +254,9 @@ EXTRA = [
     (9, 8, "dp_shard2 pp2 pipeline.schedule=LoopedBFS activation_checkpoint.mode=full"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 pipeline.schedule=DualPipeV"),
+    # Two copies of a table, on two ranks and on one.
+    (20, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B model.tied_embeddings=true"),
+    (20, 8, "pp2 pipeline.schedule=ZBVZeroBubble model.tied_embeddings=true"),
     # More stages than torch's runtime keeps unsharded.
     (32, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
 ]
@@ -355,7 +359,7 @@ def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.Monk
     assert prediction == [(4,), (6,), (7,)]
 
 
-class Counts(llama.LlamaBlock):
+class Counts(decoder.DecoderBlock):
     """A user's block with a collective that the planner cannot price."""
 
     def forward(self, x_BTD: Tensor, *around: Any) -> Tensor:
@@ -364,7 +368,7 @@ class Counts(llama.LlamaBlock):
         return out
 
 
-class Counting(llama.Llama):
+class Counting(decoder.Decoder):
     block = Counts
 
 

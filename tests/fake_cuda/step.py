@@ -48,7 +48,7 @@ from weft.config.schema import replace
 from weft.estimate.op_recorder import COLLECTIVE_NAMESPACES, COLLECTIVES
 from weft.estimate.private_trace import fake_process_group, find_group_name
 from weft.estimate.trace import empty_batches
-from weft.models import layers
+from weft.models import attention
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import apply, block_attention
@@ -296,10 +296,12 @@ def choose_attention(
     if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         return cudnn(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
-    return attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options
+    )
 
 
-attention = F.scaled_dot_product_attention
+scaled_dot_product_attention = F.scaled_dot_product_attention
 
 
 def choose_kernel(q: Tensor, *args: Any, **options: Any) -> int:
@@ -361,11 +363,11 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         (torch, "_fused_sdp_choice", choose_kernel),
         (Tensor, "pin_memory", lambda tensor: tensor),
         (apply, "enable_async_tp", lambda group: None),
-        (layers.F, "scaled_dot_product_attention", choose_attention),
+        (attention.F, "scaled_dot_product_attention", choose_attention),
         (
-            layers,
+            attention,
             "_compiled_flex_attention",
-            lambda: graphs.compile_function(layers.flex_attention, True),
+            lambda: graphs.compile_function(attention.flex_attention, True),
         ),
         (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
     ]

@@ -66,13 +66,12 @@ def check_size(self, func, args, kwargs, out):
 step.StepCounter._count = check_size
 """
 LARGE_MASK = """
-from weft.models import layers
+from weft.models import decoder
 from torch.nn.attention.flex_attention import create_block_mask
-def document_mask(ids):
+def document_mask(ids, window, chunk):
     visible = lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k])
     return create_block_mask(visible, len(ids), None, ids.shape[1], ids.shape[1], ids.device)
-from weft.models import llama
-llama.document_mask = document_mask
+decoder.document_mask = document_mask
 """
 LONG_DOCUMENTS = ("llama3-405b-4d-65k", "model.num_layers=8", "data.packing=documents")
 

@@ -25,8 +25,9 @@ from weft.checkpoint import commit
 from weft.checkpoint.fingerprint import fingerprint
 from weft.config.schema import OptimSection
 from weft.data.dataset import open_dataset
-from weft.models.layers import attend, document_mask
-from weft.models.llama import PRESETS, SHARDING, Llama
+from weft.models.attention import attend, document_mask
+from weft.models.decoder import SHARDING, Decoder
+from weft.models.families.llama import PRESETS
 from weft.optim.optimizer import build_adamw
 from weft.parallel import block_attention as blocks_of
 from weft.parallel.float8 import apply_float8
@@ -171,11 +172,9 @@ def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         with torch.device("meta"):
-            model = Llama(model_config)
+            model = Decoder(model_config)
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
-        apply_tensor_parallel(
-            model, mesh, SHARDING, model_config.num_kv_heads, sequence_parallel=True
-        )
+        apply_tensor_parallel(model, mesh, SHARDING, model_config, sequence_parallel=True)
         model.to_empty(device=CUDA).to(torch.bfloat16)
         block = model.layers["0"]
         block.compile(fullgraph=True)

@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tests.models.test_llama import SCALED, SMALL, TIED
 from weft.models import FAMILIES
-from weft.models.family import hf_name
-from weft.models.hf_mapping import detect_family, from_hf_config, param_shapes, to_hf_config
-from weft.models.llama import PRESETS, Llama, LlamaConfig
+from weft.models.decoder import Decoder
+from weft.models.decoder_config import DecoderConfig
+from weft.models.families.llama import PRESETS
+from weft.models.hf_mapping import (
+    detect_family,
+    from_hf_config,
+    get_hf_mapping,
+    param_shapes,
+    simplify,
+    to_hf_config,
+)
+from weft.models.hf_rope import yarn_magnitude
 
 LLAMA = FAMILIES["llama"]
+SMALL = DecoderConfig(
+    num_layers=2,
+    dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_dim=96,
+    vocab_size=128,
+    max_seq_len=64,
+    rope_theta=10000.0,
+    rope_scaling="none",
+)
+TIED = SMALL.model_copy(update={"tied_embeddings": True})
+# All three regions of frequencies occur.
+SCALED = SMALL.model_copy(update={"rope_scaling": "llama3", "rope_original_context": 32})
 ALL = [SMALL, TIED, SCALED, *PRESETS.values()]
 
 
 @pytest.mark.parametrize("config", ALL)
-def test_to_config_and_from_config_are_inverse(config: LlamaConfig) -> None:
+def test_to_config_and_from_config_are_inverse(config: DecoderConfig) -> None:
     assert from_hf_config(LLAMA, to_hf_config(LLAMA, config, "bfloat16")) == (config, [])
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, SCALED])
-def test_from_config_written_by_transformers_is_understood(config: LlamaConfig) -> None:
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
+def test_from_config_written_by_transformers_is_understood(config: DecoderConfig) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_hf_config(LLAMA, config, "float32")))
-    assert from_hf_config(LLAMA, json.loads(twin.config.to_json_string())) == (config, [])
+    twin: nn.Module = LlamaForCausalLM(LlamaConfig(**to_hf_config(LLAMA, config, "float32")))
+    assert from_hf_config(LLAMA, json.loads(twin.config.to_json_string())) == (config, [])  # type: ignore[union-attr,operator]
+    hf_name = get_hf_mapping(LLAMA).hf_name
     names = {hf_name(name): shape for name, shape in param_shapes(LLAMA, config).items()}
     assert names == {name: p.shape for name, p in twin.named_parameters()}
 
 
 def test_shapes_are_those_of_the_model() -> None:
-    for config in (SMALL, TIED, SMALL.model_copy(update={"num_layers": 12})):
-        params = {name: p.shape for name, p in Llama(config).named_parameters()}
+    sparse = {"num_experts": 4, "dense_layers": 1, "expert_interval": 2, "num_layers": 5}
+    others = ({"num_layers": 12}, sparse)
+    for config in (SMALL, TIED, *(SMALL.model_copy(update=other) for other in others)):
+        params = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
         assert list(param_shapes(LLAMA, config)) == list(params)
         assert param_shapes(LLAMA, config) == params
 
@@ -69,7 +94,7 @@ def test_from_config_of_an_older_transformers_is_understood() -> None:
     config, errors = from_hf_config(LLAMA, tree)
     assert errors == []
     assert config is not None
-    assert (config.rope_theta, config.rope_scaling, config.num_kv_heads) == (10000.0, False, 32)
+    assert (config.rope_theta, config.rope_scaling, config.num_kv_heads) == (10000.0, "none", 32)
     for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
         del tree[name]
     config, errors = from_hf_config(LLAMA, tree)
@@ -85,6 +110,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+}
 NONE = object()  # the field is removed
 
 
@@ -94,15 +125,15 @@ NONE = object()  # the field is removed
         ({"architectures": ["MistralForCausalLM"]}, ["architectures=['MistralForCausalLM'] "]),
         ({"architectures": NONE}, ["architectures must be"]),
         ({"model_type": "qwen2"}, ['model_type="qwen2" must be "llama"']),
-        ({"hidden_act": "gelu"}, ['hidden_act="gelu" must be "silu"']),
-        ({"attention_bias": True}, ["attention_bias=true must be false"]),
-        ({"mlp_bias": True}, ["mlp_bias=true"]),
+        ({"hidden_act": "tanh"}, ['hidden_act="tanh" must be "swish" or "silu" or']),
+        ({"hidden_act": ["silu"]}, ["hidden_act=['silu'] must be"]),
+        ({"attention_bias": 1}, ["attention_bias=1 must be true or false"]),
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1 must be 0.0"]),
-        ({"head_dim": 128}, ["head_dim=128 must be hidden_size / num_attention_heads = 16"]),
+        ({"head_dim": 15}, ["head_dim=15 is odd"]),
         ({"auto_map": {"AutoModel": "x.Y"}}, ["never runs remote code"]),
         ({"quantization_config": {"bits": 4}}, ["dequantized weights first"]),
         ({"sliding_window": 4096}, ["sliding_window=4096 is not a known field of Llama"]),
-        ({"layer_types": ["full_attention"] * 2, "head_dim": 32}, ["head_dim=32 must be"]),
+        ({"layer_types": ["full_attention"] * 2, "head_dim": 33}, ["head_dim=33 is odd"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
         ({"layer_types": 5}, ["layer_types=5 must be"]),
         ({"layer_types": [{}]}, ["layer_types"]),
@@ -111,11 +142,35 @@ NONE = object()  # the field is removed
         ({"hidden_size": -64}, ["hidden_size=-64 must be an integer from 1"]),
         ({"hidden_size": 10**30}, ["must be an integer from 1 to 1,048,576"]),
         ({"hidden_size": True}, ["hidden_size=true must be an integer"]),
-        ({"num_attention_heads": 7}, ["num_attention_heads=7 does not divide hidden_size=64"]),
+        (
+            {"num_attention_heads": 7, "head_dim": NONE},
+            ["num_attention_heads=7 does not divide hidden_size=64"],
+        ),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3 does not divide"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps=0 must be a number from 1e-12"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_type="linear"']),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ['rope_type="yarn"']),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, ['rope_type="mrope" must be']),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type=['yarn'] must be"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.factor is missing"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": "x"}},
+            ['rope_scaling.mscale="x" must be a number'],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
+            ["rope_scaling.truncate=1 must be true or false"],
+        ),
+        (
+            {"rope_scaling": LONG | {"long_factor": [1.0] * 7}},
+            ["rope_scaling.long_factor=[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0] has 7 numbers"],
+        ),
+        (
+            {"rope_scaling": LONG | {"short_factor": [1e9] * 8}},
+            ["rope_scaling.short_factor=1000000000.0 must be a number from 0.001"],
+        ),
+        (
+            {"rope_scaling": LONG | {"short_factor": 5}},
+            ["rope_scaling.short_factor=5 must be a list of numbers"],
+        ),
         ({"rope_scaling": {"rope_type": "llama3"}}, [".factor is missing"] + 3 * ["is missing"]),
         ({"rope_scaling": LLAMA3 | {"beta_fast": 1}}, ["beta_fast=1 is not a field of"]),
         (
@@ -134,8 +189,8 @@ NONE = object()  # the field is removed
         ({"rope_interleaved": True}, ["rope_interleaved=true is not a known field"]),
         ({"\x1b[2Jx": 1}, ["config.json \\u001b[2Jx=1"]),
         (
-            {"model_type": "qwen2", "hidden_act": "gelu", "vocab_size": 0, "window": 5},
-            ["vocab_size=0", "model_type", "hidden_act", "window"],
+            {"model_type": "qwen2", "hidden_act": "tanh", "vocab_size": 0, "window": 5},
+            ["vocab_size=0", "hidden_act", "model_type", "window"],
         ),
     ],
 )
@@ -159,20 +214,64 @@ def test_from_config_of_another_model_is_refused(
         ("qwen3", {"head_dim": 21}, ["head_dim=21 is odd"]),
         ("qwen3", {"head_dim": NONE, "use_sliding_window": NONE}, []),
         ("qwen3", {"sliding_window": 4096, "max_window_layers": 28}, []),  # not used
-        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window=true must be false"]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": NONE}, []),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
-        ("qwen3", {"attention_bias": True}, ["attention_bias"]),
-        ("qwen3", {"rope_scaling": LLAMA3}, ["rope_type=\"llama3\" must be 'default'"]),
-        ("mistral", {"sliding_window": 4096}, []),  # no sequence is longer
-        ("mistral", {"sliding_window": 63}, ["less than max_position_embeddings=64"]),
-        ("mistral", {"sliding_window": "64"}, ["sliding_window"]),
         (
-            "mistral",
-            {"sliding_window": NONE, "max_position_embeddings": 32768},
-            ["sliding_window=4096"],
+            "qwen3",
+            {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+            ["must be set, because there are local layers"],
         ),
+        ("qwen3", {"layer_types": NONE, "max_window_layers": -1}, ["max_window_layers=-1"]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, ["sliding_window=0 must be"]),
+        ("qwen3", {"rope_scaling": LLAMA3}, []),
+        ("mistral", {"sliding_window": 4096}, []),
+        ("mistral", {"sliding_window": 63}, []),
+        ("mistral", {"sliding_window": "64"}, ["sliding_window"]),
+        ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}, ["layer_types"]),
         ("mistral", {"head_dim": None}, []),
         ("mistral", {"attention_bias": False}, ["attention_bias=false is not a known field"]),
+        ("gemma2", {"sliding_window": None}, ["sliding_window must be set"]),
+        ("gemma2", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar=0 must be an integer"]),
+        ("gemma2", {"final_logit_softcapping": -1.0}, ["final_logit_softcapping=-1.0 must be a"]),
+        ("gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            ["sliding_attention.rope_type"],
+        ),
+        ("smollm3", {"no_rope_layers": [1, 1]}, ["must have 0 or 1 for each of 3 layers"]),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, ["must have 0 or 1"]),
+        ("smollm3", {"no_rope_layers": NONE, "no_rope_layer_interval": 0}, ["from 1"]),
+        ("llama4", {"moe_layers": [0, 2]}, ["must have every layer of interleave_moe"]),
+        ("llama4", {"attention_chunk_size": None}, ["attention_chunk_size must be set"]),
+        ("llama4", {"attn_temperature_tuning": 4}, []),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, ["must have the first layers"]),
+        ("qwen3_moe", {"num_experts": 10**9}, ["must be an integer from 1 to 65,536"]),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, ["num_experts_per_tok=9 exceeds num_experts=8"]),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, ["must be -1 or 2"]),
+        ("ernie4_5_moe", {"use_bias": True}, ["use_bias=true must be false"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0 must be null"]),
+        ("deepseek_v3", {"head_dim": 17}, ["head_dim=17 must be 16"]),
+        ("deepseek_v3", {"qk_nope_head_dim": "x"}, ["qk_nope_head_dim"]),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps=1e-05 must be 1e-06"]),
+        ("deepseek_v3", {"topk_group": 5}, ["topk_group=5 exceeds n_group=4"]),
+        ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method"]),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0 must be 1.702"]),
+        ("phi3", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor=1.5 must be a number"]),
+        ("granite", {"logits_scaling": 0}, ["logits_scaling=0 must be a number"]),
+        ("granite", {"attention_dropout": 0.1}, []),
+        (
+            "phi3",
+            {"rope_scaling": LLAMA3},
+            ["rope_type=\"llama3\" must be 'default' or 'longrope'"],
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": "yes"},
+            ['use_sliding_window="yes" must be true or false'],
+        ),
+        ("cohere2", {"layer_types": NONE, "sliding_window_pattern": "4"}, ["integer from 1"]),
+        ("qwen3_moe", {"num_local_experts": 4}, ["num_local_experts=4 contradicts num_experts"]),
     ],
 )
 def test_from_config_of_other_families_is_read_or_refused(
@@ -190,7 +289,7 @@ def test_from_config_of_other_families_is_read_or_refused(
     if read and kind == "qwen3":
         assert read.head_dim == changes.get("head_dim", 48) or changes["head_dim"] is NONE
     if read and changes.get("head_dim", 0) is None:
-        assert read.head_dim == config.dim // config.num_heads
+        assert read.key_dim == config.dim // config.num_heads
 
 
 def test_kind_of_a_config_is_its_family() -> None:
@@ -202,7 +301,108 @@ def test_kind_of_a_config_is_its_family() -> None:
     for tree in ({"model_type": "gpt2"}, {}, {"model_type": ["llama"]}):
         kind, (error,) = detect_family(tree, FAMILIES)
         assert kind is None
-        assert 'must be "llama" or "mistral" or "qwen3"' in str(error)
+        assert 'must be "llama" or "cohere2" or' in str(error)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+def test_multi_modal_model_is_refused_with_a_remedy(kind: str) -> None:
+    text_type = get_hf_mapping(FAMILIES[kind]).model_type
+    tree = {"model_type": kind, "text_config": {"model_type": text_type}, "vision_config": {}}
+    found, (error,) = detect_family(tree, FAMILIES)
+    assert found is None
+    assert "is a multi-modal model" in str(error)
+    assert f"load {text_type}" in str(error)
+
+
+def test_published_deepseek_config_equals_the_preset() -> None:
+    family = FAMILIES["deepseek_v3"]
+    tree = to_hf_config(family, family.presets["671b"], "bfloat16")
+    expected = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    expected |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+    written = tree["rope_scaling"] | {"type": "yarn"}
+    assert {name: written[name] for name in expected} == expected
+    published = tree | {
+        "rope_scaling": expected,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+    }
+    assert from_hf_config(family, published) == (family.presets["671b"], [])
+
+
+def test_published_gemma3_config_equals_the_preset() -> None:
+    """Files of transformers 4 have a number for the pattern, and two bases."""
+    tree = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 262144,
+    }
+    family = FAMILIES["gemma3"]
+    assert from_hf_config(family, tree) == (family.presets["1b"], [])
+
+
+def test_gpt_oss_without_scaling_has_that_of_the_published_models() -> None:
+    family = FAMILIES["gpt_oss"]
+    preset: Any = family.presets["20b"]
+    tree = to_hf_config(family, preset, "bfloat16")
+    assert tree["rope_scaling"]["truncate"] is False
+    for value in ({}, {"rope_scaling": None}):
+        read = from_hf_config(family, {**tree, "rope_scaling": None} | value)[0]
+        assert read == preset
+    assert preset.rope_magnitude == yarn_magnitude(32.0)
+    toy: Any = family.presets["toy"]
+    assert to_hf_config(family, toy, "bfloat16")["rope_scaling"] == {"rope_type": "default"}
+
+
+@pytest.mark.parametrize("kinds", ["G", "LG", "LLLG" * 3, "LLG" * 4 + "L", "LLLLG", "GLLGL"])
+def test_pattern_of_layers_is_the_shortest(kinds: str) -> None:
+    changes = {"num_layers": len(kinds), "layer_pattern": kinds, "sliding_window": 8}
+    pattern = simplify(SMALL.model_copy(update=changes)).layer_pattern
+    repeated = pattern * len(kinds)
+    assert repeated[: len(kinds)] == kinds
+    shorter = (kinds[:n] * len(kinds) for n in range(1, len(pattern)))
+    assert all(other[: len(kinds)] != kinds for other in shorter)
+
+
+def test_reading_a_hostile_pattern_takes_little_time() -> None:
+    family = FAMILIES["gemma2"]
+    tree = to_hf_config(family, family.presets["toy"], "float32")
+    tree["num_hidden_layers"] = 10_000
+    tree["layer_types"] = ["sliding_attention"] * 9_999 + ["full_attention"]
+    start = time.monotonic()
+    config, errors = from_hf_config(family, tree)
+    assert errors == []
+    assert len(config.layer_pattern) == 10_000
+    assert time.monotonic() - start < 5
+
+
+def test_simple_configuration_is_the_same_model() -> None:
+    changes = {"head_dim": 16, "layer_pattern": "LL", "sliding_window": 8, "rope_factor": 3.0}
+    config = simplify(SMALL.model_copy(update={**changes, "kv_rank": 0, "q_rank": 5}))
+    assert (config.head_dim, config.layer_pattern, config.sliding_window) == (0, "L", 8)
+    assert (config.rope_factor, config.q_rank) == (8.0, 0)
+    assert simplify(config) == config
 
 
 def test_published_llama_config_equals_the_preset() -> None:
@@ -276,9 +476,6 @@ def test_from_config_without_key_heads_has_transformers_default(kind: str, heads
     ],
 )
 def test_from_config_number_that_no_model_has_is_refused(field: str, value: object) -> None:
-    from weft.models import FAMILIES
-    from weft.models.hf_mapping import from_hf_config, to_hf_config
-
     family = FAMILIES["llama"]
     tree = to_hf_config(family, family.presets["toy"], "float32")
     config, errors = from_hf_config(family, tree)

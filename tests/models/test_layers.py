@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from weft.models import layers
-from weft.models.layers import (
-    RMSNorm,
-    RopeScaling,
-    SwiGLU,
-    apply_rope,
+from weft.models import attention
+from weft.models.attention import (
+    DEFAULT_OPTIONS,
+    AttentionOptions,
     attend,
-    document_block_mask,
     document_mask,
     document_starts,
-    rope_frequencies,
+    first_visible,
+    interval_block_mask,
 )
+from weft.models.decoder_config import DecoderConfig
+from weft.models.decoder_rules import check
+from weft.models.layers import FeedForward, RMSNorm
+from weft.models.rotary import apply_rope, rope_frequencies, rope_tables
 
-LLAMA31 = RopeScaling()
+
+def head_config(head_dim: int, theta: float = 10000.0, **keys: Any) -> DecoderConfig:
+    """Return the configuration of a model with one head, without scaling of positions."""
+    shape = {"dim": head_dim, "num_heads": 1, "num_kv_heads": 1, "head_dim": head_dim}
+    return DecoderConfig.model_validate(
+        {"rope_theta": theta, "rope_scaling": "none"} | shape | keys
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +73,12 @@ def test_rms_norm_with_float32_gain_returns_the_inputs_dtype() -> None:
 
 def test_rope_frequencies_without_scaling() -> None:
     expected = [10000.0 ** (-2 * j / 8) for j in range(4)]
-    assert rope_frequencies(8, 10000.0).tolist() == pytest.approx(expected, rel=1e-6)
+    assert rope_frequencies(head_config(8)).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_llama31_scaling_keeps_fast_stretches_slow_and_blends_between() -> None:
-    plain = rope_frequencies(128, 500000.0)
-    scaled = rope_frequencies(128, 500000.0, LLAMA31)
+    plain = rope_frequencies(head_config(128, 500000.0))
+    scaled = rope_frequencies(head_config(128, 500000.0, rope_scaling="llama3"))
     wavelengths = 2 * math.pi / plain
     fast, slow = wavelengths < 8192 / 4, wavelengths > 8192 / 1
     assert fast.any()
@@ -82,12 +92,32 @@ def test_llama31_scaling_keeps_fast_stretches_slow_and_blends_between() -> None:
 
 
 def test_rope_of_odd_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim = 7 is odd"):
-        rope_frequencies(7, 10000.0)
+    (error,) = check(head_config(7))
+    assert str(error).startswith("model.head_dim=7 is odd, and rotary positions rotate pairs.")
+
+
+def test_rope_of_a_part_of_a_head_does_not_change_the_rest() -> None:
+    config = head_config(16, rope_fraction=0.5)
+    cos_SJ, sin_SJ = rope_tables(config)
+    assert cos_SJ.shape == (config.max_seq_len, 4)
+    x = torch.randn(1, 3, 2, 16)
+    cos, sin = (torch.cat((t[:3], t[:3]), -1).unsqueeze(0) for t in (cos_SJ, sin_SJ))
+    turned = apply_rope(x, cos, sin)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    assert torch.equal(turned[..., :8], apply_rope(x[..., :8], cos, sin))
+
+
+def test_interleaved_rope_rotates_neighbors() -> None:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of the elements of pairs in halves
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = tables(torch.arange(5), 8)
+    pairs = [torch.repeat_interleave(t[..., :4], 2, dim=-1) for t in (cos, sin)]
+    expected = apply_rope(x[..., order], cos, sin)
+    torch.testing.assert_close(apply_rope(x, *pairs, interleaved=True)[..., order], expected)
 
 
 def tables(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(positions.float(), rope_frequencies(head_dim, 10000.0))
+    angles = torch.outer(positions.float(), rope_frequencies(head_config(head_dim)))
     angles = torch.cat((angles, angles), -1).unsqueeze(0)
     return angles.cos(), angles.sin()
 
@@ -119,11 +149,20 @@ def test_rope_scores_depend_on_the_distance_only() -> None:
 # --------------------------------------------------------------------------- attention
 
 
-def spelled_out_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def spelled_out_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions = DEFAULT_OPTIONS
+) -> Tensor:
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * (options.scale or q.shape[-1] ** -0.5)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if options.sinks_H is not None:  # a key whose value is 0
+        sinks = options.sinks_H.view(-1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return torch.einsum("bhts,bshk->bthk", weights, v)
 
 
@@ -146,17 +185,54 @@ def test_attention_forward_and_backward_equal_the_formula(num_kv_heads: int, mas
     torch.testing.assert_close(ours_grad, theirs_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_document_mask_is_causal_and_inside_the_document() -> None:
+OPTIONS = [
+    AttentionOptions(scale=0.7),
+    AttentionOptions(window=3),
+    AttentionOptions(chunk=4, softcap=0.8),
+    AttentionOptions(window=5, sinks_H=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    AttentionOptions(scale=0.4, softcap=1.5, sinks_H=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attention_options_equal_the_formula(options: AttentionOptions, masked: bool) -> None:
+    """Values are narrower than keys; without a mask, `attend` makes that of the options."""
+    q, k, v = (
+        torch.randn(2, 10, heads, width, requires_grad=True)
+        for heads, width in ((4, 8), (2, 8), (2, 6))
+    )
+    leaves = [q, k, v]
+    if options.sinks_H is not None:
+        options = options._replace(sinks_H=options.sinks_H.clone().requires_grad_())
+        assert options.sinks_H is not None
+        leaves.append(options.sinks_H)
+    documents = torch.tensor([[0] * 4 + [1] * 6, [5] * 7 + [2] * 3]) * masked
+    mask = document_mask(documents, options.window, options.chunk)
+    assert isinstance(mask, Tensor)
+    ours = attend(q, k, v, mask if masked else None, options)
+    theirs = spelled_out_attention(q, k, v, mask, options)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(2, 10, 4, 6)
+    grads = [torch.autograd.grad(out, leaves, upstream) for out in (ours, theirs)]
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (9, 0)])
+def test_document_mask_is_causal_and_inside_the_document(window: int, chunk: int) -> None:
     documents = [[7, 7, 7, 3, 3], [0, 1, 1, 1, 2]]
-    mask = document_mask(torch.tensor(documents))
+    mask = document_mask(torch.tensor(documents), window, chunk)
     assert isinstance(mask, torch.Tensor)
     assert mask.shape == (2, 1, 5, 5)
     assert mask.dtype == torch.bool
     for row, ids in enumerate(documents):
-        for query in range(5):
-            for key_position in range(5):
-                allowed = key_position <= query and ids[key_position] == ids[query]
-                assert mask[row, 0, query, key_position].item() is allowed
+        for query, key_position in product(range(5), range(5)):
+            start = ids.index(ids[query])
+            is_near = key_position > query - (window or 5)
+            same_chunk = (key_position - start) // (chunk or 5) == (query - start) // (chunk or 5)
+            allowed = key_position <= query and ids[key_position] == ids[query]
+            allowed = allowed and is_near and same_chunk
+            assert mask[row, 0, query, key_position].item() is allowed
 
 
 def test_document_mask_separates_documents_of_equal_ids() -> None:
@@ -178,8 +254,10 @@ def random_documents(batch_size: int, num_tokens: int, num_documents: int) -> Te
 def test_document_blocks_are_those_of_create_block_mask(num_tokens: int) -> None:
     """The same blocks are partial and full, for queries and for keys."""
     torch.manual_seed(num_tokens)
-    for num_documents in (1, 2, 5, 40):
-        blocks = document_block_mask(random_documents(3, num_tokens, num_documents))
+    limits = [(0, 0), (200, 0), (0, 300), (40, 0)]
+    for num_documents, (window, chunk) in product((1, 2, 5, 40), limits):
+        documents = random_documents(3, num_tokens, num_documents)
+        blocks = interval_block_mask(first_visible(documents, window, chunk))
         expected = create_block_mask(blocks.mask_mod, 3, None, num_tokens, num_tokens, "cpu")
         assert blocks.seq_lengths == expected.seq_lengths
         for kind in ("kv", "full_kv", "q", "full_q"):
@@ -196,7 +274,7 @@ def test_document_blocks_of_a_long_sequence_need_little_memory() -> None:
     """All pairs of 131,072 tokens would be 16 GiB."""
     documents = torch.arange(131_072).unsqueeze(0) // 1000
     with torch.profiler.profile(profile_memory=True) as profile:
-        document_block_mask(documents)
+        interval_block_mask(first_visible(documents))
     live = peak = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
@@ -214,26 +292,51 @@ def test_document_blocks_give_the_attention_of_the_document_mask(
     assert private._validate_device
     monkeypatch.setattr(private, "_validate_device", lambda *tensors: None)
     compiled = torch.compile(private.flex_attention, backend="aot_eager")
-    monkeypatch.setattr(layers, "_compiled_flex_attention", lambda: compiled)
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
     torch.manual_seed(0)
     q = torch.randn(2, 512, 4, 16, requires_grad=True)
     k = torch.randn(2, 512, 2, 16, requires_grad=True)
     v = torch.randn(2, 512, 2, 16, requires_grad=True)
     upstream = torch.randn(2, 512, 4, 16)
     fixed = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
-    for documents in (fixed, random_documents(2, 512, 3), random_documents(2, 512, 20)):
-        blocks = document_block_mask(documents)
+    sinks = torch.randn(4, requires_grad=True)
+    cases = [
+        (fixed, DEFAULT_OPTIONS),
+        (random_documents(2, 512, 20), DEFAULT_OPTIONS),
+        (random_documents(2, 512, 3), AttentionOptions(0.5, 0.9, window=100, sinks_H=sinks)),
+    ]
+    for documents, options in cases:
+        limits = options.window, options.chunk
+        blocks = interval_block_mask(first_visible(documents, *limits))
         assert blocks.sparsity() > 37  # at least the blocks above the diagonal, of 4 x 4
-        result = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
+        masks = blocks, document_mask(documents, *limits)
+        result = [attend(q, k, v, mask, options) for mask in masks]
+        leaves = (q, k, v) if options.sinks_H is None else (q, k, v, sinks)
         torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
-        grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in result]
-        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(out, leaves, upstream) for out in result]
+        torch.testing.assert_close(*grads, atol=3e-5, rtol=1e-5)
 
 
-def test_swiglu_equals_the_formula() -> None:
-    layer = SwiGLU(4, 6)
+ACTIVATIONS = {
+    "silu": lambda x: x * x.sigmoid(),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh((x + 0.044715 * x**3) * math.sqrt(2 / math.pi))) / 2,
+    "relu2": lambda x: x.clamp(min=0) ** 2,
+}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_feed_forward_equals_the_formula(activation: str, bias: bool, gated: bool) -> None:
+    layer = FeedForward(head_config(4, ffn_bias=bias, gated=gated, activation=activation), 6)
+    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    assert len(weights) == (2 + gated) * (1 + bias)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
+
     x = torch.randn(2, 3, 4)
-    gate, up, down = layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight
-    gated = x @ gate.T
-    expected = (gated * gated.sigmoid() * (x @ up.T)) @ down.T
-    torch.testing.assert_close(layer(x), expected)
+    hidden = ACTIVATIONS[activation](project(x, "gate_proj" if gated else "up_proj"))
+    hidden = hidden * project(x, "up_proj") if gated else hidden
+    torch.testing.assert_close(layer(x), project(hidden, "down_proj"))

@@ -11,21 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models import FAMILIES
-from weft.models.layers import group_sizes, grouped_linear
-from weft.models.moe import (
-    INIT,
-    PRESETS,
-    SHARDING,
-    MoE,
-    Moe,
-    MoeConfig,
+from weft.models.decoder import EXPERT_SHARDING, INIT, Decoder, get_init
+from weft.models.decoder_config import DecoderConfig
+from weft.models.decoder_costs import (
     flops_per_token,
-    get_init,
-    moe_layers,
     num_active_params,
     num_params,
     unit_costs,
 )
+from weft.models.families.moe import PRESETS
+from weft.models.layers import group_sizes, grouped_linear
+from weft.models.moe import MoE, moe_layers
 from weft.plan.model_config import resolve_model
 
 TINY: dict[str, Any] = {
@@ -41,11 +37,15 @@ TINY: dict[str, Any] = {
     "ffn_dim": 48,
     "vocab_size": 96,
     "max_seq_len": 32,
+    "qk_norm": "head",
+    "rope_scaling": "none",
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
 }
 
 
-def config(**changes: Any) -> MoeConfig:
-    return MoeConfig(**TINY | changes)
+def config(**changes: Any) -> DecoderConfig:
+    return DecoderConfig(**TINY | changes)
 
 
 def apply_one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
             attn_implementation="eager",
         )
     )
-    ours = Moe(c)
+    ours = Decoder(c)
     state = {}
     for name, value in theirs.state_dict().items():
         name = name.removeprefix("model.").replace("mlp.gate.", "mlp.router.")
@@ -214,7 +214,7 @@ def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
 def test_moe_preset_tables_and_counts_cover_every_parameter(preset: str) -> None:
     shape = PRESETS[preset]
     with torch.device("meta"):
-        model = Moe(shape)
+        model = Decoder(shape)
     params = dict(model.named_parameters())
     assert sum(param.numel() for param in params.values()) == num_params(shape)
     assert sum(unit.params for unit in unit_costs(shape, 1)) == num_params(shape)
@@ -227,7 +227,7 @@ def test_moe_preset_tables_and_counts_cover_every_parameter(preset: str) -> None
         assert sum(fnmatchcase(name, pattern) for pattern in INIT) == 1, name
         get_init(name, shape)
         module = name.rpartition(".")[0]
-        assert sum(fnmatchcase(module, pattern) for pattern in SHARDING) == 1, module
+        assert sum(fnmatchcase(module, pattern) for pattern in EXPERT_SHARDING) == 1, module
     assert len(moe_layers(model)) == shape.num_layers - shape.dense_layers
 
 
@@ -246,7 +246,7 @@ def test_moe_preset_has_the_published_sizes() -> None:
 
 
 def test_expert_bias_stays_float32_and_is_saved() -> None:
-    model = Moe(config())
+    model = Decoder(config())
     layer = moe_layers(model)[0]
     layer.router.expert_bias += 0.001
     model.to(torch.bfloat16)

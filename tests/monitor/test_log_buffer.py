@@ -27,7 +27,8 @@ from weft.monitor.log_buffer import LogBuffer
 from weft.monitor.run_reader import read_event_log
 from weft.monitor.span_reader import read_spans
 from weft.monitor.spans import SpanWriter, span, spans_path
-from weft.monitor.trackers import Jsonl, TensorBoard
+from weft.monitor.tracker_services import TensorBoard
+from weft.monitor.trackers import Jsonl
 from weft.train.loop import train
 
 MIB = 1 << 20

@@ -13,7 +13,8 @@ from rich.console import Console
 from tests.small import small_job
 from weft.config.errors import WeftError
 from weft.config.schema import Job
-from weft.models import llama
+from weft.models.decoder_costs import flops_per_token
+from weft.models.families.llama import PRESETS
 from weft.monitor import trackers as sinks
 from weft.monitor.event_log import note_event
 from weft.monitor.run_reader import read_event_log
@@ -27,7 +28,8 @@ from weft.monitor.step_record import (
 )
 from weft.monitor.step_timer import StepTimes
 from weft.monitor.terminal import Terminal, format_duration
-from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, TensorBoard, open_sinks
+from weft.monitor.tracker_services import TensorBoard
+from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 
@@ -64,7 +66,7 @@ def test_mfu_equals_the_published_one() -> None:
 
     6 x (8.03e9 - embedding) + 12 x 32 x 4096 x 8192 = 57.9 GFLOP per token.
     """
-    flops = llama.flops_per_token(llama.PRESETS["8b"], 8192)
+    flops = flops_per_token(PRESETS["8b"], 8192)
     assert flops == pytest.approx(
         6 * (8_030_261_248 - 525_336_576) + 12 * 32 * 4096 * 8192, rel=1e-4
     )
@@ -74,9 +76,9 @@ def test_mfu_equals_the_published_one() -> None:
 
 def test_causal_discount_is_half_of_attention() -> None:
     """For 8B at 8,192 tokens, attention is 12.9 of 57.9 GFLOP per token."""
-    config = llama.PRESETS["8b"]
+    config = PRESETS["8b"]
     attention = 12 * 32 * 4096 * 8192
-    full, causal = (llama.flops_per_token(config, keys) for keys in (8192, 4096))
+    full, causal = (flops_per_token(config, keys) for keys in (8192, 4096))
     assert full - causal == attention / 2
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.monitor.test_step_record import record
 from tests.small import small_job
-from weft.monitor import trackers
+from weft.monitor import tracker_services
 from weft.monitor.step_record import to_scalars
-from weft.monitor.trackers import MLflow, WeightsAndBiases
+from weft.monitor.tracker_services import MLflow, WeightsAndBiases
 
 
 def wandb_entries(file: Path) -> Iterator[bytes]:
@@ -114,7 +114,7 @@ def test_mlflow_sends_several_records_at_once(
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     now = 100.0
-    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(tracker_services, "time", SimpleNamespace(monotonic=lambda: now))
     sink = MLflow(tmp_path, small_job(), 0)
     batches: list[list[int]] = []
 
@@ -145,7 +145,7 @@ def test_mlflow_unreachable_server_is_an_error(
 def test_sources_of_any_name_are_metrics_of_mlflow() -> None:
     validation = pytest.importorskip("mlflow.utils.validation", reason="mlflow is not installed")
     names = ["/home/a/train.jsonl", "code/*", "hf://org/name:sample@train", "web", "a//b/../c"]
-    created = [trackers.sanitize_name(f"train/loss_of/{name}") for name in names]
+    created = [tracker_services.sanitize_name(f"train/loss_of/{name}") for name in names]
     for name in created:
         validation._validate_metric_name(name)
     assert len(set(created)) == len(names)

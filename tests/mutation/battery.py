@@ -26,6 +26,7 @@ earlier checks found nothing:
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ import pytest
 
 import weft
 from tests import oracle as oracle_module
+from tests import oracle_models
 from tests.oracle import Case, departures, make_case
 from weft.config.errors import InvalidConfig, WeftError
 from weft.tools.local_ranks import RanksFailed, run_ranks
@@ -143,6 +145,33 @@ MOE = {
     "model__head_dim": 8,
 }
 LORA = {"lora__rank": 3, "lora__alpha": 8.0, "model__dim": 64, "model__ffn_dim": 64}
+YARN_MAGNITUDE = 0.1 * math.log(4.0) + 1
+# Two of eight pairs keep their frequency, four are scaled fully; the bounds are 1.6 and 3.4.
+YARN = {
+    "model__rope_scaling": "yarn",
+    "model__rope_factor": 4.0,
+    "model__rope_theta": 500.0,
+    "model__rope_original_context": 64,
+    "model__rope_beta_fast": 3.0,
+    "model__rope_beta_slow": 0.7,
+}
+# The scores and logits of initial weights are small, so that their limits are too.
+GEMMA = {
+    "model__tied_embeddings": True,
+    "model__head_dim": 8,
+    "model__norm_offset": True,
+    "model__norm_position": "both",
+    "model__activation": "gelu_tanh",
+    "model__attention_scale": 1 / math.sqrt(20),
+    "model__embedding_scale": math.sqrt(24),
+    "model__sliding_window": 5,
+}
+GRANITE = {
+    "model__embedding_scale": 3.0,
+    "model__residual_scale": 0.4,
+    "model__attention_scale": 0.7,
+    "model__logit_scale": 0.25,
+}
 LOW = {
     "": {},
     "bf16": {"precision.compute_dtype": "bfloat16"},
@@ -168,7 +197,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
     "llama3, documents, cosine": (
         {
             **DENSE,
-            "model__rope_scaling": True,
+            "model__rope_scaling": "llama3",
             "model__rope_original_context": 16,
             "model__rope_theta": 500.0,
             "model__rope_factor": 4.0,
@@ -197,7 +226,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         {
             **MOE,
             **DENSE,
-            "model__qk_norm": False,
+            "model__qk_norm": "none",
             "model__shared_experts": 2,
             "model__dense_layers": 1,
             "model__score": "sigmoid",
@@ -217,6 +246,155 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
             "model__renormalize": False,
         },
         "preferences",
+    ),
+    "gpt-oss, documents": (
+        {
+            **MOE,
+            **DENSE,
+            "model__head_dim": 16,
+            "model__shared_experts": 0,
+            "model__dense_layers": 0,
+            "model__balance_rate": 0,
+            "model__qk_norm": "none",
+            "model__qkv_bias": True,
+            "model__out_bias": True,
+            "model__attention_sinks": True,
+            "model__layer_pattern": "LG",
+            "model__sliding_window": 5,
+            "model__score_selected": True,
+            "model__router_bias": True,
+            "model__expert_biases": True,
+            "model__expert_limit": 0.05,
+            "model__rope_truncate": False,
+            **YARN,
+            "model__rope_magnitude": YARN_MAGNITUDE,
+        },
+        "text",
+    ),
+    "deepseek-v3, documents": (
+        {
+            **MOE,
+            **DENSE,
+            "model__num_kv_heads": 4,
+            "model__head_dim": 22,
+            "model__rope_head_dim": 16,
+            "model__value_head_dim": 10,
+            "model__kv_rank": 12,
+            "model__q_rank": 14,
+            "model__qkv_bias": True,
+            "model__out_bias": True,
+            "model__rope_interleaved": True,
+            **YARN,
+            "model__attention_scale": YARN_MAGNITUDE**2 / math.sqrt(22),
+            "model__qk_norm": "none",
+            "model__num_experts": 9,
+            "model__active_experts": 2,
+            "model__expert_groups": 3,
+            "model__active_groups": 2,
+            "model__shared_experts": 1,
+            "model__dense_layers": 1,
+            "model__score": "sigmoid",
+            "model__route_scale": 2.5,
+            "model__balance_rate": 0.05,
+        },
+        "text",
+    ),
+    "llama4, windows": (
+        {
+            **MOE,
+            "model__tied_embeddings": False,
+            "model__qk_norm": "unit",
+            "model__layer_pattern": "LG",
+            "model__attention_chunk": 6,
+            "model__rope_interleaved": True,
+            "model__rope_pattern": "RN",
+            "model__temperature_interval": 4,
+            "model__temperature_scale": 0.5,
+            "model__expert_interval": 2,
+            "model__dense_layers": 0,
+            "model__shared_experts": 1,
+            "model__score": "sigmoid",
+            "model__renormalize": False,
+            "model__scaled_expert_inputs": True,
+            "model__balance_rate": 0,
+        },
+        "text",
+    ),
+    "gemma2, conversations": (
+        {
+            **GEMMA,
+            "model__layer_pattern": "LG",
+            "model__attention_softcap": 0.02,
+            "model__logit_softcap": 0.1,
+        },
+        "chat",
+    ),
+    "gemma2, chunks of logits": (
+        {
+            **GEMMA,
+            "train__seq_len": 32,
+            "model__layer_pattern": "LG",
+            "model__attention_softcap": 0.02,
+            "model__logit_softcap": 0.1,
+        },
+        "text",
+    ),
+    "gemma3, best fit": (
+        {
+            **GEMMA,
+            "data__packing": "best_fit",
+            "model__layer_pattern": "LG",
+            "model__qk_norm": "head",
+            "model__rope_local_theta": 10.0,
+            "model__rope_theta": 500.0,
+            "model__rope_scaling": "linear",
+            "model__rope_factor": 4.0,
+        },
+        "text",
+    ),
+    "granite, documents": ({**DENSE, **GRANITE}, "text"),
+    "granite, chunks of logits": ({**DENSE, **GRANITE, "train__seq_len": 32}, "text"),
+    "nemotron, documents": (
+        {
+            **DENSE,
+            "model__head_dim": 8,
+            "model__dim": 32,
+            "model__norm": "layer",
+            "model__norm_offset": True,
+            "model__norm_bias": True,
+            "model__rope_fraction": 0.5,
+            "model__activation": "relu2",
+            "model__gated": False,
+            "model__ffn_bias": True,
+            "model__qkv_bias": True,
+            "model__out_bias": True,
+        },
+        "text",
+    ),
+    "cohere, documents": (
+        {
+            "data__packing": "documents",
+            "model__tied_embeddings": True,
+            "model__norm": "layer",
+            "model__parallel_block": True,
+            "model__rope_interleaved": True,
+            "model__logit_scale": 0.25,
+        },
+        "text",
+    ),
+    "olmo2, documents": (
+        {**DENSE, "model__norm_position": "post", "model__qk_norm": "all_heads"},
+        "text",
+    ),
+    "mistral, windows of attention": (
+        {
+            "model__kind": "mistral",
+            "model__head_dim": 6,
+            "model__tied_embeddings": False,
+            "model__layer_pattern": "L",
+            "model__sliding_window": 5,
+        },
+        "text",
     ),
     "llama, preferences": (
         {**DENSE, "train__objective": "dpo", "train__dpo_beta": 0.3},
@@ -359,6 +537,8 @@ TECHNIQUES: dict[str, Technique] = {
     "tp4": Technique(
         {"parallel.tp": "4", "model.num_heads": "8"}, "parallel/tensor_parallel.py", 4
     ),
+    "odd vocabulary": _key("parallel/tensor_parallel.py", model__vocab_size="4097"),
+    "biases": _key("parallel/tensor_parallel.py", model__out_bias="true", model__qkv_bias="true"),
     "whole rows": _key("parallel/tensor_parallel.py", parallel__sequence_parallel="false"),
     "gpipe": _pp("GPipe"),
     "1f1b": _pp("1F1B"),
@@ -367,6 +547,7 @@ TECHNIQUES: dict[str, Technique] = {
     "zero bubble": _pp("InterleavedZeroBubble"),
     "zbv": _pp("ZBVZeroBubble"),
     "dualpipe": _pp("DualPipeV"),
+    "tied": _key("parallel/tied_parameters.py", model__tied_embeddings="true"),
     "short": _key("train/step.py", train__microbatch_size="3", train__global_batch_size="8"),
     "ring": _cp("ring"),
     "ring in order": _cp("ring", False),
@@ -374,6 +555,9 @@ TECHNIQUES: dict[str, Technique] = {
     "allgather in order": _cp("allgather", False),
     "ulysses": _cp("ulysses"),
     "documents": _key("parallel/block_attention.py", data__packing="documents"),
+    "windows": _key(
+        "parallel/block_attention.py", model__sliding_window="16", model__layer_pattern="LG"
+    ),
     "never": _key("parallel/data_parallel.py", parallel__reshard_after_forward="never"),
     "always": _key("parallel/data_parallel.py", parallel__reshard_after_forward="always"),
     "over two": _key("parallel/data_parallel.py", parallel__reshard_after_forward="2"),
@@ -438,6 +622,11 @@ LAYOUTS: list[str] = [
     "tp, dp_shard",
     "dp_replicate, each microbatch, dp_shard",
     "1f1b, dp_shard",
+    "1f1b, tied",
+    "zbv, tied, dp_shard",
+    "tp, odd vocabulary",
+    "tp, biases",
+    "ring, windows",
     "ring, documents, tp",
     "allgather, documents, dp_replicate",
     "ulysses, documents, gpipe",
@@ -585,7 +774,9 @@ def battery() -> list[Check]:
     """Return all checks in the order of execution."""
     from tests.mutation import formulas
 
-    oracle = Path(oracle_module.__file__ or "").read_text("utf-8")
+    oracle = "".join(
+        Path(module.__file__ or "").read_text("utf-8") for module in (oracle_module, oracle_models)
+    )
     checks = [
         Check(
             f"oracle: {name}",
@@ -610,9 +801,10 @@ def _order(check: Check) -> tuple[int, int]:
     return STAGES.index(stage), check.name.count(",") if stage == "layout" else 0
 
 
-# Techniques with special rounding, and those that weft does not offer in float8.
-ONLY_FLOAT32 = ("canonical", "moments", "states", "qlora", "float8", "bfloat16")
-NOT_FLOAT8 = ("moe", "lora", "nf4")
+# Techniques with special rounding, a router in bfloat16, and those that weft has not in float8.
+ONLY_FLOAT32 = ("canonical", "moments", "states", "qlora", "float8", "bfloat16", "llama4")
+OTHERS = ("gpt-oss", "deepseek-v3", "gemma", "granite", "nemotron", "cohere", "olmo2")
+NOT_FLOAT8 = ("moe", "lora", "nf4", *OTHERS)
 
 
 def _precisions(name: str) -> tuple[str, ...]:

@@ -32,22 +32,20 @@ from tests.oracle import (
     NONE,
     Rows,
     Updates,
-    build_theirs,
     draw_corpus,
-    grad_of,
     has_weight_decay,
     log_probs_of,
     logits_of,
     losses_of,
     rate,
-    theirs_of,
 )
+from tests.oracle_models import build_theirs, grad_of, theirs_of
 from tests.small import Overrides, small_job
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
-from weft.config.errors import WeftError
+from weft.config.errors import WeftError, lookup
 from weft.config.schema import DataSection, Job, LoraSection, to_toml
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import (
@@ -462,9 +460,9 @@ def check_conversations() -> None:
 
 
 MODELS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"tied_embeddings": True}, "models/llama.py"),
-    ("llama", {"tied_embeddings": False}, "models/llama.py"),
-    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/llama.py"),
+    ("llama", {"tied_embeddings": True}, "models/decoder.py"),
+    ("llama", {"tied_embeddings": False}, "models/decoder.py"),
+    ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/decoder.py"),
     (
         "moe",
         {
@@ -479,7 +477,82 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         },
         "models/moe.py",
     ),
+    (
+        "llama",
+        {
+            "head_dim": 10,
+            "norm_offset": True,
+            "norm_position": "both",
+            "activation": "gelu_tanh",
+            "attention_scale": 0.25,
+            "attention_softcap": 0.5,
+            "embedding_scale": math.sqrt(24),
+            "layer_pattern": "LG",
+            "sliding_window": 7,
+            "tied_embeddings": True,
+        },
+        "models/decoder.py",
+    ),
+    (
+        "moe",
+        {
+            "num_kv_heads": 4,
+            "head_dim": 10,
+            "kv_rank": 12,
+            "q_rank": 14,
+            "rope_head_dim": 4,
+            "value_head_dim": 8,
+            "qk_norm": "none",
+            "num_experts": 6,
+            "active_experts": 2,
+            "expert_dim": 12,
+            "shared_experts": 2,
+            "dense_layers": 1,
+            "score": "sigmoid",
+            "tied_embeddings": False,
+        },
+        "models/decoder.py",
+    ),
+    (
+        "moe",
+        {
+            "head_dim": 10,
+            "qk_norm": "unit",
+            "layer_pattern": "LG",
+            "attention_chunk": 7,
+            "num_experts": 6,
+            "expert_dim": 12,
+            "shared_experts": 1,
+            "expert_interval": 2,
+            "dense_layers": 0,
+            "score": "sigmoid",
+            "tied_embeddings": False,
+        },
+        "models/decoder_config.py",
+    ),
+    (
+        "moe",
+        {
+            "head_dim": 10,
+            "qk_norm": "none",
+            "qkv_bias": True,
+            "out_bias": True,
+            "attention_sinks": True,
+            "num_experts": 5,
+            "active_experts": 2,
+            "expert_dim": 12,
+            "expert_limit": 7.0,
+            "expert_biases": True,
+            "router_bias": True,
+            "score_selected": True,
+            "shared_experts": 0,
+            "dense_layers": 0,
+            "tied_embeddings": False,
+        },
+        "models/decoder.py",
+    ),
 ]
+MIXTURE = MODELS[3]
 
 
 def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
@@ -496,7 +569,7 @@ def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
     }
     config, errors = resolve_model(kind, next(iter(family.presets)), sizes | fields)
     assert not errors, errors
-    return family, config
+    return family.of(config), config
 
 
 @check("unit: arithmetic of models")
@@ -505,13 +578,14 @@ def check_arithmetic() -> None:
     from weft.monitor.step_timer import StepTimes
     from weft.plan.lora_plan import training_cost
 
+    costs = "models/decoder_costs.py"
     for kind, fields, module in MODELS:
         family, config = _small_model(kind, fields)
         with torch.device("meta"):
             model = family.build(config)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         count = sum(shape.numel() for shape in shapes.values())
-        expect(family.num_params(config) == count, f"parameters of {kind}", module)
+        expect(family.num_params(config) == count, f"parameters of {kind}", costs)
         theirs = build_theirs(kind, config)
         for name, shape in shapes.items():
             try:
@@ -521,7 +595,11 @@ def check_arithmetic() -> None:
             expect(same, f"the shape of {name}", module)
         theirs_count = sum(p.numel() for p in theirs.parameters())
         expect(theirs_count == count, f"parameters of transformers' {kind}", module)
-        matrices = {n: s for n, s in shapes.items() if len(s) > 1 and n != "embed_tokens.weight"}
+        matrices = {
+            name: shape
+            for name, shape in shapes.items()
+            if len(shape) > 1 and name.endswith(".weight") and name != "embed_tokens.weight"
+        }
         active = 0.0
         for name, shape in matrices.items():
             share = 1.0
@@ -529,24 +607,27 @@ def check_arithmetic() -> None:
                 share = config.active_experts / config.num_experts
             active += shape.numel() * share
         active += config.vocab_size * config.dim * config.tied_embeddings
-        attention = 12 * 3 * 4 * config.head_dim * 64
+        local = fields.get("sliding_window") or fields.get("attention_chunk") or 64
+        windows = [local if i % 2 == 0 else 64 for i in range(3)]
+        widths = config.key_dim + fields.get("value_head_dim", config.key_dim)
+        attention = 6 * sum(windows) * 4 * widths
         flops = 6 * active + attention
-        expect(is_close(family.flops_per_token(config, 64), flops), f"FLOPs of {kind}", module)
+        expect(is_close(family.flops_per_token(config, 64), flops), f"FLOPs of {kind}", costs)
         if family.num_active_params is not None:
             idle = sum(
                 shape.numel() * (1 - config.active_experts / config.num_experts)
-                for name, shape in matrices.items()
+                for name, shape in shapes.items()
                 if ".experts." in name
             )
-            expect(is_close(family.num_active_params(config), count - idle), "active", module)
+            expect(is_close(family.num_active_params(config), count - idle), "active", costs)
         for name in shapes:
             expect(
                 family.has_weight_decay(name)
                 == has_weight_decay(name, torch.empty(shapes[name], device="meta")),
                 f"weight decay of {name}",
-                "models/llama.py",
+                "models/decoder.py",
             )
-        if kind == "llama":
+        if kind == "llama" and "sliding_window" not in fields:
             section = LoraSection.model_validate({"rank": 3, "targets": ["q_proj", "up_proj"]})
             result = training_cost(section, config, family, 64)
             adapters = sum(
@@ -594,7 +675,7 @@ def check_arithmetic() -> None:
 def check_expert_rows() -> None:
     """Check that an expert gets the tokens routed to it, in order."""
     torch.manual_seed(0)
-    family, config = _small_model(*MODELS[-1][:2])
+    family, config = _small_model(*MIXTURE[:2])
     model = family.build(config)
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
@@ -690,7 +771,9 @@ def check_stages() -> None:
     )
     ends = [(stage.first_unit, stage.end_unit, stage.num_blocks) for stage in cut]
     expect(ends == [(0, 2, 1), (2, 5, 3), (5, 8, 2)], f"stages of given blocks: {ends}", module)
-    for kind, fields, _ in MODELS[1:]:
+    for kind, fields, _ in MODELS:
+        if fields["tied_embeddings"]:
+            continue
         family, config = _small_model(kind, fields)
         for units in (range(0, 2), range(2, 3), range(1, 4), range(3, 5)):
             with torch.device("meta"):
@@ -705,7 +788,7 @@ def check_stages() -> None:
             }
             family.prune_to_stage(model, units)
             rest = {n for n, _ in model.named_parameters()}
-            expect(rest == expected, f"units {units} of {kind}", "models/llama.py")
+            expect(rest == expected, f"units {units} of {kind}", "models/decoder.py")
 
 
 # --------------------------------------------------------------------------- training
@@ -1181,7 +1264,7 @@ def check_skipped_steps() -> None:
         }
         optim = small_job(("optim.name", name), ("optim.state_dtype", dtype)).optim
         optimizer = build_optimizer(
-            params.items(), optim, OPTIMIZERS[name], lambda n: True, {params["matrix"]}
+            params.items(), optim, lookup(name, OPTIMIZERS), lambda n: True, {params["matrix"]}
         )
 
         def read_all(params_to_read: Any = params, optimizer: Any = optimizer) -> list[Tensor]:
@@ -1593,7 +1676,7 @@ def check_export() -> None:
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         keys = [
-            ("model.rope_scaling", "true"),
+            ("model.rope_scaling", "llama3"),
             ("model.rope_theta", "500"),
             ("model.rope_original_context", "16"),
             ("model.dim", "64"),
@@ -1733,17 +1816,42 @@ def check_sampling() -> None:
 @check("run: generated text")
 def check_generate() -> None:
     """Check that greedy generation with a cache equals the plain model."""
+    for name, overrides in GENERATE.items():
+        _check_generate(name, overrides)
+
+
+# Models whose new tokens see all earlier ones, a window, or their chunk.
+GENERATE: dict[str, Overrides] = {
+    "Llama": [],
+    "Mistral": [
+        ("model.kind", "mistral"),
+        ("model.head_dim", "8"),
+        ("model.layer_pattern", "L"),
+        ("model.sliding_window", "5"),
+    ],
+    "Llama 4": [
+        ("model.qk_norm", "unit"),
+        ("model.layer_pattern", "LG"),
+        ("model.attention_chunk", "6"),
+        ("model.rope_interleaved", "true"),
+        ("model.rope_pattern", "RN"),
+        ("model.temperature_interval", "4"),
+    ],
+}
+
+
+def _check_generate(model_name: str, overrides: Overrides) -> None:
     from tests.random_runs import random_run
     from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
     from weft.tools.inference_model import find_checkpoint, load_local_model
 
     with tempfile.TemporaryDirectory() as name:
-        directory = random_run(Path(name) / "run", store_path())
+        directory = random_run(Path(name) / "run", store_path(), *overrides)
         checkpoint = find_checkpoint(directory)
         plan_model = checkpoint.config
         chat_format = replace(load_chat_format(checkpoint), end_tokens=frozenset())
         state = read_by_hand(checkpoint.path)
-        known = build_theirs("llama", plan_model)
+        known = build_theirs(dict(overrides).get("model.kind", "llama"), plan_model)
         with torch.no_grad():
             for n, value in state.items():
                 theirs_of(known, n.removeprefix("model.")).copy_(value)
@@ -1760,8 +1868,10 @@ def check_generate() -> None:
                     with torch.no_grad():
                         logits = known(torch.tensor([ids])).logits[0, -1]
                     ids.append(int(logits[: chat_format.tokenizer.get_vocab_size()].argmax()))
-                blame = "models/layers.py" if cached else "tools/inference_model.py"
-                expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
+                blame = "models/kv_cache.py" if cached else "tools/inference_model.py"
+                expect(
+                    list(row.ids) == ids, f"greedy tokens of {model_name}, cached {cached}", blame
+                )
 
 
 @check("run: losses of text")

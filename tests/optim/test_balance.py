@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from weft.models.moe import Moe, MoeConfig, moe_layers
+from weft.models.decoder import Decoder
+from weft.models.decoder_config import DecoderConfig
+from weft.models.moe import moe_layers
 from weft.optim.balance import ExpertBalancer
 
 
@@ -17,9 +19,9 @@ class OneRank:
         return value
 
 
-def model(rate: float = 0.01) -> tuple[Moe, ExpertBalancer]:
+def model(rate: float = 0.01) -> tuple[Decoder, ExpertBalancer]:
     torch.manual_seed(0)
-    config = MoeConfig(
+    config = DecoderConfig(
         num_layers=3,
         dim=16,
         num_heads=2,
@@ -33,7 +35,7 @@ def model(rate: float = 0.01) -> tuple[Moe, ExpertBalancer]:
         vocab_size=64,
         max_seq_len=64,
     )
-    created = Moe(config)
+    created = Decoder(config)
     return created, ExpertBalancer([created], moe_layers, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
 
 

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from tests.harness import run_ranks
 from tests.small import full_tensor
 from weft.config.schema import OptimSection
-from weft.models import llama
+from weft.models import decoder
+from weft.models.families.llama import PRESETS
+from weft.optim.muon import build_muon
 from weft.optim.optimizer import (
     SCHEDULES,
     build_adamw,
-    build_muon,
     build_optimizer,
     clip_scale,
     compute_grad_norm,
@@ -33,10 +34,10 @@ OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=
 
 
 def test_optimizer_gains_and_embeddings_have_no_weight_decay() -> None:
-    model = llama.Llama(llama.PRESETS["toy"].model_copy(update={"tied_embeddings": False}))
-    inside = {param for block in llama.blocks(model) for param in block.parameters()}
+    model = decoder.Decoder(PRESETS["toy"].model_copy(update={"tied_embeddings": False}))
+    inside = {param for block in decoder.blocks(model) for param in block.parameters()}
     optimizer = build_optimizer(
-        model.named_parameters(), OPTIM, build_adamw, llama.has_weight_decay, inside
+        model.named_parameters(), OPTIM, build_adamw, decoder.has_weight_decay, inside
     )
     names = {param: name for name, param in model.named_parameters()}
     result = {

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from weft.config.schema import ParallelSection
-from weft.models.llama import Llama, LlamaConfig, blocks
+from weft.models.decoder import Decoder, blocks
+from weft.models.decoder_config import DecoderConfig
 from weft.parallel.data_parallel import apply_fsdp, set_gradient_sync
 
 # Only the norm weights divide evenly over every group, so other shards are padded.
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     num_layers=3,
     dim=24,
     num_heads=4,
@@ -28,7 +29,7 @@ CONFIG = LlamaConfig(
     ffn_dim=42,
     vocab_size=61,
     max_seq_len=16,
-    rope_scaling=False,
+    rope_scaling="none",
 )
 UNITS = 4  # three blocks and the root
 ROWS, TOKENS = 16, 12
@@ -57,10 +58,10 @@ class Layout(NamedTuple):
 # --------------------------------------------------------------------------- in a rank
 
 
-def build_model() -> Llama:
+def build_model() -> Decoder:
     """Build the same model on all ranks, with norm weights other than one."""
     torch.manual_seed(1)
-    model = Llama(CONFIG)
+    model = Decoder(CONFIG)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -87,7 +88,7 @@ def recompute(module: nn.Module) -> None:
     module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = None) -> Llama:
+def build(layout: Layout, mesh: DeviceMesh | None = None, model: Decoder | None = None) -> Decoder:
     """Build the sharded model."""
     if mesh is None:
         mesh = init_device_mesh("cpu", (layout.replicas, layout.shards), mesh_dim_names=AXES)
@@ -108,7 +109,7 @@ def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = 
     return model
 
 
-def step(model: Llama, layout: Layout) -> Tensor:
+def step(model: Decoder, layout: Layout) -> Tensor:
     """Run forward and backward on this rank's sequences; return its loss share."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens_BT, targets_BT = (x[rank::ranks].chunk(layout.microbatches) for x in data())

@@ -16,7 +16,8 @@ from tests.layouts import parse, size
 from tests.parallel.test_layouts import MODEL
 from tests.small import Overrides, gradients
 from weft.config.schema import ActivationCheckpointSection
-from weft.models.llama import PRESETS, Llama
+from weft.models.decoder import Decoder
+from weft.models.families.llama import PRESETS
 from weft.parallel import activation_offload as offload
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
@@ -138,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
 def saved_megabytes(**section: Any) -> float:
     """Return the MB that eight blocks save for backward."""
     torch.manual_seed(0)
-    model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 8, "vocab_size": 256}))
+    model = Decoder(PRESETS["toy"].model_copy(update={"num_layers": 8, "vocab_size": 256}))
     blocks = list(model.layers.values())
     apply_activation_checkpoint(blocks, ActivationCheckpointSection(**section), compiled=False)
     tokens_BT = torch.randint(0, 256, (2, 128))
@@ -189,7 +190,7 @@ def test_offload_saved_tensors_are_copied_and_prefetched(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(offload.OffloadedTensor, "__init__", record_init)
     monkeypatch.setattr(offload.OffloadedTensor, "wait", record_wait)
-    model = Llama(PRESETS["toy"])
+    model = Decoder(PRESETS["toy"])
     apply_activation_checkpoint(
         list(model.layers.values()), ActivationCheckpointSection(mode="full"), compiled=False
     )

@@ -17,7 +17,8 @@ from tests.harness import run_ranks
 from tests.parallel.test_layouts import check_any
 from tests.small import SMALL, plan_here, small_job, this_rank
 from weft.data.dataset import open_dataset
-from weft.models.llama import PRESETS, Llama
+from weft.models.decoder import Decoder
+from weft.models.families.llama import PRESETS
 from weft.monitor.terminal import quiet_console
 from weft.parallel.compile import (
     NO_GRAPH_CAPTURED,
@@ -113,7 +114,7 @@ def test_compile_blocks_share_a_graph(
 ) -> None:
     """The C++ compiler for inductor on a CPU takes ten seconds."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 4}))
+    model = Decoder(PRESETS["toy"].model_copy(update={"num_layers": 4}))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     messages: list[str] = []

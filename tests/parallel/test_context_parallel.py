@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -19,8 +20,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_ranks
-from weft.models import layers
-from weft.models.llama import Llama, LlamaConfig
+from weft.models import attention
+from weft.models.attention import AttentionOptions
+from weft.models.decoder import Decoder
+from weft.models.decoder_config import DecoderConfig
 from weft.parallel import block_attention as ops
 from weft.parallel.block_attention import (
     BlocksBySource,
@@ -106,21 +109,39 @@ def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, bala
     assert (len(set(areas)) == 1) == balance
 
 
+def visible_pairs(queries: Tensor, keys: Tensor, block: ops.AttentionBlock) -> Tensor:
+    """Return 1 where a query sees a key."""
+    distances = torch.arange(len(keys)) - torch.arange(len(queries)).unsqueeze(1)
+    pairs = torch.ones_like(distances)
+    if block.causal:
+        pairs[distances > 0] = 0
+    if block.first is not None:
+        pairs[distances < block.first] = 0
+    return pairs
+
+
+# Window, chunk, softcap.
+LIMITS = [(0, 0, False), (0, 0, True), (3, 0, False), (10, 0, False), (18, 0, True), (0, 5, False)]
+
+
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("method", ["ring", "allgather"])
 def test_document_blocks_cover_the_document_mask_once(
-    method: str, size: int, balance: bool
+    method: str, size: int, balance: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every visible pair is in one block, no other pair is, and a causal block comes first."""
     num_tokens = 8 * size
     order_CL = token_order(num_tokens, size, balance)
     ring, num_masked = method == "ring", 0
-    for seed, rank in product(range(1, 30), range(size)):
+    for seed, rank in product(range(30), range(size)):
+        window, chunk, softcap = LIMITS[seed % len(LIMITS)]
+        monkeypatch.setattr(ops, "MAX_TILE", (2, 5, 512)[seed % 3])
         documents = random_documents(seed, num_tokens, batch_size=3)
         sources = list(order_CL) if ring else [torch.arange(num_tokens)]
         seen_BTT = torch.zeros(3, num_tokens, num_tokens, dtype=torch.int64)
-        blocks = document_blocks(documents, rank, size, balance, ring)
+        boundaries = ops._document_boundaries(documents)
+        blocks = document_blocks(boundaries, rank, size, balance, ring, window, chunk, softcap)
         visited = torch.zeros(3, num_tokens, dtype=torch.bool)
         ordered = range(rank, rank - size, -1) if ring else [0]
         for source in ordered:
@@ -130,16 +151,32 @@ def test_document_blocks_cover_the_document_mask_once(
                     keys = sources[source][block.keys]
                     assert visited[i, queries].all() != block.causal
                     visited[i, queries] = True
-                    pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
-                    if block.causal:
-                        pairs = pairs.tril()
+                    pairs = visible_pairs(queries, keys, block)
+                    assert pairs.any(1).all()  # a softmax of nothing is NaN
+                    assert pairs.any(0).all()
                     seen_BTT[i, queries.unsqueeze(1), keys] += pairs
-        expected = layers.document_mask(documents)
+                    assert not softcap or len(queries) <= ops.MAX_TILE
+        expected = attention.document_mask(documents, window, chunk)
         assert isinstance(expected, Tensor)
         own = order_CL[rank]
         assert torch.equal(seen_BTT[:, own], expected[:, 0, own].long())
         num_masked += int((documents[:, 1:] != documents[:, :-1]).any())
     assert num_masked > 20 * size
+
+
+def test_document_blocks_beyond_a_window_are_not_listed() -> None:
+    """The work is that of the window, not of the sequence."""
+    for ring in (False, True):
+        blocks = document_blocks([[0, 64_000]], 3, 4, False, ring, window=1000)
+        area = sum(
+            (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
+            for listed in blocks
+            for b in listed
+        )
+        assert 16_000 * 1000 < area < 16_000 * 1600
+        assert [bool(listed) for listed in blocks] == (
+            [False, False, True, True] if ring else [True]
+        )
 
 
 def test_shard_sequence_uneven_sequence_is_refused() -> None:
@@ -263,6 +300,33 @@ def test_cuda_attention_operators_take_our_arguments(
     assert attention == [f"{name}.default", f"{name}_backward.default"]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("softcap", "first"), [(0.0, -2), (0.7, None), (0.7, -1)])
+def test_explicit_block_equals_autograd(softcap: float, first: int | None, causal: bool) -> None:
+    """Output, log-sum-exp and gradients, with two query heads per key head."""
+    torch.manual_seed(5)
+    num_keys = 5 if causal else 7
+    q, k, v, grad = (
+        torch.randn(2, n, heads, 4, dtype=torch.float64)
+        for n, heads in ((5, 4), (num_keys, 2), (num_keys, 2), (5, 4))
+    )
+    options = AttentionOptions(scale=0.9, softcap=softcap)
+    block = ops.AttentionBlock(slice(5), slice(num_keys), causal, first=first)
+    out, lse = ops.attend_block(q, k, v, block, options)
+    grads = ops.attend_block_backward(grad, q, k, v, out, lse, block, options)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(2, dim=2) for x in leaves[1:])
+    scores = torch.einsum("bqhk,bshk->bhqs", leaves[0], wide_k) * 0.9
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    is_hidden = visible_pairs(torch.arange(5), torch.arange(num_keys), block) == 0
+    scores = scores.masked_fill(is_hidden, -torch.inf)
+    expected = torch.einsum("bhqs,bshk->bqhk", scores.softmax(-1), wide_v)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, scores.logsumexp(-1).detach())
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves, grad))
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_sums_of_blocks_equal_eager_ones(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -322,8 +386,8 @@ class AttentionModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attend: Any = layers.attend
-        self.mask: Any = layers.document_mask
+        self.attend: Any = attention.attend
+        self.mask: Any = attention.document_mask
 
     def forward(self, *qkv: Tensor, documents: Any) -> Tensor:
         mask = None if documents is None else self.mask(documents)
@@ -463,25 +527,20 @@ def test_apply_context_parallel_unsupported_model_is_refused() -> None:
 # --------------------------------------------------------------------------- model
 
 
-def small_llama(tied: bool) -> Llama:
+def small_model(**keys: Any) -> Decoder:
+    """Build a model whose attention is far from uniform."""
     torch.manual_seed(2)
-    return Llama(
-        LlamaConfig(
-            num_layers=2,
-            dim=32,
-            num_heads=4,
-            num_kv_heads=2,
-            ffn_dim=64,
-            vocab_size=96,
-            max_seq_len=64,
-            rope_scaling=False,
-            tied_embeddings=tied,
-        )
-    )
+    shape = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64}
+    limits = {"vocab_size": 96, "max_seq_len": 64, "rope_scaling": "none"}
+    model = Decoder(DecoderConfig.model_validate(shape | limits | keys))
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name:
+            nn.init.normal_(parameter, 0.0, 1.0 if "sinks" in name else 0.3)
+    return model
 
 
 def loss_and_gradients(
-    model: Llama, tokens: Tensor, targets: Tensor, documents: Any, positions: Tensor
+    model: Decoder, tokens: Tensor, targets: Tensor, documents: Any, positions: Tensor
 ) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     logits = model(tokens, documents, positions)
@@ -492,18 +551,24 @@ def loss_and_gradients(
 
 
 def model_errors(
-    methods: list[CPMethod], balances: list[bool], tied: bool, num_groups: int = 1
+    methods: list[CPMethod],
+    balances: list[bool],
+    kinds: list[str],
+    num_groups: int = 1,
+    max_tile: int = ops.MAX_TILE,
+    **keys: Any,
 ) -> dict[str, list[float]]:
     """Return relative errors by case: of the loss, and the largest of logits and gradients.
 
     With several groups, each group has other sequences, and blocks are recomputed.
     """
+    ops.MAX_TILE = max_tile  # this process ends after the function
     rank, size = dist.get_rank(), dist.get_world_size() // num_groups
     index = rank // size
     groups = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(num_groups)]
     group = groups[index]
     errors = {}
-    for kind in KINDS[:5]:
+    for kind in kinds:
         torch.manual_seed(index)
         tokens, targets = torch.randint(96, (2, 2, 32)).unbind()
         documents = documents_of(kind, 32)
@@ -511,12 +576,12 @@ def model_errors(
         if documents is not None:  # positions start from 0 in each document
             same = documents.unsqueeze(2) == documents.unsqueeze(1)
             positions = positions - same.int().argmax(-1)
-        one = small_llama(tied)
+        one = small_model(**keys)
         loss, expected = loss_and_gradients(one, tokens, targets, documents, positions)
         with torch.no_grad():
             logits = one(tokens, documents, positions)
         for method, balance in product(methods, balances):
-            many = small_llama(tied)
+            many = small_model(**keys)
             apply_context_parallel(many, group, method, balance, compiled=False)
             if num_groups > 1:
                 for block in many.layers.values():
@@ -546,11 +611,83 @@ def model_errors(
 @pytest.mark.slow  # the tests above cover attention, `COVERED` in tests/layouts.py models
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallel_model_equals_one_process(ranks: int) -> None:
-    check_errors(run_ranks(model_errors, ranks, METHODS, BOTH, tied=ranks == 2), 2e-6)
+    check_errors(
+        run_ranks(model_errors, ranks, METHODS, BOTH, KINDS[:5], tied_embeddings=ranks == 2), 5e-6
+    )
 
 
 def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> None:
-    check_errors(run_ranks(model_errors, 4, METHODS, [True], tied=False, num_groups=2), 2e-6)
+    check_errors(run_ranks(model_errors, 4, METHODS, [True], KINDS[:5], num_groups=2), 5e-6)
+
+
+LOCAL = {"layer_pattern": "LG"}
+WINDOW = LOCAL | {"sliding_window": 5}
+WIDE_WINDOW = LOCAL | {"sliding_window": 20}
+CHUNK = LOCAL | {"attention_chunk": 6, "rope_pattern": "RN", "temperature_interval": 4}
+SOFTCAP = {"attention_softcap": 2.0}
+SINKS = {"attention_sinks": True}
+# Values are narrower than keys, or wider.
+LATENT = {
+    "kv_rank": 12,
+    "q_rank": 10,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "rope_head_dim": 6,
+    "value_head_dim": 8,
+}
+WIDE_VALUES = LATENT | {"value_head_dim": 20}
+LENGTHS = {"rope_scaling": "dynamic", "rope_factor": 4.0, "rope_original_context": 24}
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": WINDOW,
+    "window across ranks": WIDE_WINDOW,
+    "chunks": CHUNK,
+    "softcap": SOFTCAP,
+    "sinks": SINKS,
+    "scale": {"attention_scale": 0.6},
+    "latent": LATENT,
+    "wide values": WIDE_VALUES,
+    "dynamic": LENGTHS,
+}
+
+
+def random_combination(seed: int) -> tuple[int, list[str], dict[str, Any]]:
+    """Draw the number of ranks, documents, and keys of some features."""
+    generator = random.Random(seed)
+    names = generator.sample(sorted(FEATURES), generator.randint(1, 4))
+    keys: dict[str, Any] = {}
+    for name in names:
+        keys |= FEATURES[name]
+    if "sliding_window" in keys and "attention_chunk" in keys:
+        del keys["attention_chunk"]
+    if "kv_rank" in keys:  # a latent vector has no sinks and needs positions
+        keys = {key: keys[key] for key in keys if key not in ("attention_sinks", "rope_pattern")}
+    kinds = ["none", generator.choice(KINDS[1:])]
+    keys["max_tile"] = generator.choice([3, 7, ops.MAX_TILE])
+    return generator.choice([2, 2, 4]), kinds, keys
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [WINDOW | SINKS, WIDE_WINDOW | SOFTCAP, CHUNK | SINKS | LENGTHS, LATENT],
+    ids=["window with sinks", "wide window with softcap", "chunks", "latent"],
+)
+def test_context_parallel_attention_options_equal_one_process(keys: dict[str, Any]) -> None:
+    args = (METHODS, [True], ["none", "mixed"])
+    check_errors(run_ranks(model_errors, 2, *args, max_tile=4, **keys), 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_context_parallel_each_feature_equals_one_process(name: str) -> None:
+    args = (METHODS, BOTH, KINDS[:5])
+    check_errors(run_ranks(model_errors, 4, *args, **FEATURES[name]), 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_context_parallel_random_features_equal_one_process(seed: int) -> None:
+    ranks, kinds, keys = random_combination(seed)
+    check_errors(run_ranks(model_errors, ranks, METHODS, BOTH, kinds, **keys), 5e-6)
 
 
 # --------------------------------------------------------------------------- graphs, collectives
@@ -561,7 +698,7 @@ def trace_collectives() -> dict[str, dict[str, int]]:
     group = dist.new_group(backend="fake")
     results = {}
     for method, documents in product(METHODS, BOTH):
-        model = small_llama(tied=False)
+        model = small_model()
         apply_context_parallel(model, group, method, True, compiled=False)
         with FakeTensorMode(allow_non_fake_inputs=True), OperatorRecorder() as operators:
             tokens = torch.zeros(2, 16, dtype=torch.int64)
@@ -591,7 +728,7 @@ def compiled_graphs() -> tuple[list[int], float]:
     from torch._dynamo.utils import counters
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    one, many = small_llama(tied=False), small_llama(tied=False)
+    one, many = small_model(), small_model()
     apply_context_parallel(many, dist.new_group(), "ring", True, compiled=True)
     for block in many.layers.values():
         block.compile(backend="eager")

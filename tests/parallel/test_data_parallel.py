@@ -32,7 +32,7 @@ from tests.parallel.sharded import (
     whole_gradients,
 )
 from weft.config.schema import ParallelSection
-from weft.models.llama import Llama
+from weft.models.decoder import Decoder
 from weft.parallel.data_parallel import apply_fsdp, reshard, set_gradient_sync
 
 
@@ -365,7 +365,7 @@ def from_meta(layout: Layout) -> dict[str, Any]:
     """Build a model that is initialized after it is sharded."""
     filled = build_model()
     with torch.device("meta"):
-        model = Llama(CONFIG)
+        model = Decoder(CONFIG)
     build(layout, model=model)
     model.to_empty(device="cpu")
     mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]

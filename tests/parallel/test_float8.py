@@ -31,7 +31,8 @@ from tests.small import (
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import PrecisionSection
 from weft.models import load_family
-from weft.models.llama import PRESETS, Llama
+from weft.models.decoder import Decoder
+from weft.models.families.llama import PRESETS
 from weft.parallel import apply
 from weft.parallel.float8 import apply_float8
 from weft.plan.matrices import find_float8_matrices
@@ -147,7 +148,7 @@ def test_float8_model_equals_torchao_bit_for_bit(recipe: str) -> None:
     config = PRESETS["toy"].model_copy(
         update={"vocab_size": 256, "num_layers": 2, "tied_embeddings": False}
     )
-    plain, ours, theirs = Llama(config), Llama(config), Llama(config)
+    plain, ours, theirs = Decoder(config), Decoder(config), Decoder(config)
     ours.load_state_dict(plain.state_dict())
     theirs.load_state_dict(plain.state_dict())
     section = PrecisionSection(float8=recipe, float8_small=True)
@@ -274,6 +275,9 @@ JOINT_BOUNDS = {
     "dp_shard2 tp2": EQUAL,
     "tp4": EQUAL,  # two ranks share a key head
     "tp4 precision.float8=tensorwise": 5e-2,
+    # Biases are no part of the product either.
+    "dp_shard2 tp2 model.qkv_bias=true model.ffn_bias=true": EQUAL,
+    "dp_shard2 tp2 model.qkv_bias=true model.ffn_bias=true precision.float8=tensorwise": ALMOST,
     # An adapter is no part of the product, so these layers stay separate.
     "dp_shard2 tp2 lora.rank=4 lora.targets=q_proj,up_proj": EQUAL,
 }

@@ -20,8 +20,9 @@ from weft.checkpoint.state_dict import frozen_parameters, optimizer_state, train
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.models import load_family
+from weft.models.decoder_costs import num_matmul_params
+from weft.models.families.llama import PRESETS
 from weft.models.family import Init
-from weft.models.llama import PRESETS, num_matmul_params
 from weft.parallel import lora
 from weft.parallel.lora import (
     NF4,

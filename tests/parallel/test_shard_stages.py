@@ -27,7 +27,7 @@ from tests.parallel.sharded import (
     one_process,
     whole_gradients,
 )
-from weft.models.llama import prune_to_stage
+from weft.models.decoder import prune_to_stage
 from weft.parallel.data_parallel import set_gradient_sync
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,22 +18,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.harness import RankError, run_ranks
-from tests.small import full_tensor, gradients
-from weft.models.family import TensorParallelSpec
-from weft.models.layers import SwiGLU
-from weft.models.llama import FAMILY, SHARDING, Llama, LlamaBlock, LlamaConfig
+from tests.small import full_tensor, gradients, merged, newest_state, train_rank
+from weft.models.decoder import SHARDING, Decoder, DecoderBlock
+from weft.models.decoder_config import DecoderConfig
+from weft.models.families.llama import FAMILY
+from weft.models.family import Init, TensorParallelSpec
+from weft.models.layers import FeedForward
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel
+from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
 from weft.train.loss import cross_entropy
 
 
 def loss_of_slices(dtype: torch.dtype, compiled: bool) -> tuple[float, torch.Tensor, list[int]]:
     """Return loss and gradient of this rank's vocabulary shard, and messages."""
     logits_BTV, targets_BT = example(dtype)
-    slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
-    slice_BTV.requires_grad_()
+    ids = chunk_range(logits_BTV.shape[2], dist.get_world_size(), dist.get_rank())
+    slice_BTV = logits_BTV[..., ids.start : ids.stop].clone().requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
-        losses_BT = cross_entropy(slice_BTV, targets_BT, dist.group.WORLD, compiled)
+        losses_BT = cross_entropy(slice_BTV, targets_BT, dist.group.WORLD, compiled, ids.start)
         loss = weighted(losses_BT)
         loss.backward()
     sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]
@@ -55,7 +60,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "compiled"),
-    [(1, False), (2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow)],
+    [(1, False), (2, False), (5, False), pytest.param(2, True, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vocab_parallel_cross_entropy_equals_one_process(
@@ -77,7 +82,7 @@ def test_vocab_parallel_cross_entropy_equals_one_process(
     torch.testing.assert_close(gradient, logits_BTV.grad, rtol=tolerance, atol=tolerance)
 
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     num_layers=2,
     dim=32,
     num_heads=8,
@@ -85,15 +90,15 @@ CONFIG = LlamaConfig(
     ffn_dim=48,
     vocab_size=64,
     max_seq_len=64,
-    rope_scaling=False,
+    rope_scaling="none",
 )
 
 
 def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    model = Llama(CONFIG)
+    model = Decoder(CONFIG)
     original = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    apply_tensor_parallel(model, mesh, SHARDING, CONFIG.num_kv_heads, sequence_parallel)
+    apply_tensor_parallel(model, mesh, SHARDING, CONFIG, sequence_parallel)
     results = {}
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
@@ -125,7 +130,7 @@ def test_tensor_parallel_weights_have_expected_placements(
     assert results["lm_head.weight"] == ("S(0)", (64 // ranks, 32))
 
 
-class SquaredReLU(SwiGLU):
+class SquaredReLU(FeedForward):
     """A feed-forward layer of a user, whose forward does not call ``multiply``."""
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -133,16 +138,17 @@ class SquaredReLU(SwiGLU):
         return self.down_proj(gate_BTF * self.up_proj(x_BTD))  # type: ignore[no-any-return]
 
 
-class SquaredReLUBlock(LlamaBlock):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, mlp=SquaredReLU(config.dim, config.ffn_dim))
+class SquaredReLUBlock(DecoderBlock):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer, mlp=SquaredReLU(config))
 
 
-class SquaredReLULlama(Llama):
-    block = SquaredReLUBlock
+class SquaredReLUDecoder(Decoder):
+    def build_block(self, layer: int) -> DecoderBlock:
+        return SquaredReLUBlock(self.config, layer)
 
 
-SQUARED_RELU = replace(FAMILY, build=SquaredReLULlama, hf_mapping=None)
+SQUARED_RELU = replace(FAMILY, build=SquaredReLUDecoder, hf_mapping=None)
 
 
 @pytest.mark.parametrize("sequence_parallel", ["true", "false"])
@@ -160,10 +166,143 @@ def test_tensor_parallel_layer_of_a_user_gradients_equal_one_process(
             )
 
 
+# --------------------------------------------------------------------------- combinations of keys
+
+# Biases, sinks and gains are not zeros or ones, which would hide a factor.
+RANDOM = replace(FAMILY, get_init=lambda name, config: Init("truncated_normal", 0.2))
+REPLICATED = "parallel.sequence_parallel=false"
+UNEVEN = "head_dim=8 vocab_size=515 ffn_dim=101"
+GPT_OSS = (
+    "attention_sinks=true qkv_bias=true out_bias=true num_experts=4 expert_dim=25 "
+    "expert_biases=true router_bias=true expert_limit=7 score_selected=true "
+    "layer_pattern=LG sliding_window=8"
+)
+MLA = (
+    "num_kv_heads=4 kv_rank=16 head_dim=16 rope_head_dim=8 value_head_dim=8 qkv_bias=true "
+    "out_bias=true"
+)
+LAYER_NORM = (
+    "norm=layer norm_bias=true gated=false activation=relu2 ffn_bias=true norm_position=both"
+)
+ALL_HEADS = "qk_norm=all_heads qkv_bias=true"
+COMBINATIONS = {
+    # Ranks share key heads, and a rank reads several of them.
+    "uneven": (
+        f"{ALL_HEADS} {UNEVEN} num_heads=6 num_kv_heads=2 attention_sinks=true",
+        ["4", "2", f"3 {REPLICATED}"],
+    ),
+    "gpt-oss": (GPT_OSS, ["2", f"3 {REPLICATED}", "2 parallel.ep=2 parallel.dp_shard=2"]),
+    "latent": (MLA, [f"2 {REPLICATED}"]),
+    "latent_queries": (f"{MLA} q_rank=24", ["2", f"3 {REPLICATED}"]),
+    "all_heads": (ALL_HEADS, ["2", "4", f"3 {REPLICATED}"]),
+    # A rank needs one key head twice.
+    "repeated": (f"{ALL_HEADS} {UNEVEN} num_heads=12 num_kv_heads=4", ["4", f"3 {REPLICATED}"]),
+    "layer_norm": (
+        f"{ALL_HEADS} {LAYER_NORM} head_dim=8 num_heads=10 norm_offset=true",
+        ["2", "4", f"3 {REPLICATED}"],
+    ),
+    "experts": (
+        f"{LAYER_NORM} qk_norm=head num_experts=6 expert_dim=25 shared_experts=1 dense_layers=1 "
+        "scaled_expert_inputs=true expert_biases=true",
+        ["2 parallel.dp_shard=2", "4"],
+    ),
+    "five": (
+        f"{UNEVEN} num_heads=5 num_kv_heads=5 tied_embeddings=false ffn_bias=true",
+        ["2", "4", "2 parallel.dp_shard=2", "2 parallel.dp_replicate=2", "2 parallel.pp=2"],
+    ),
+    "parallel_block": (
+        "num_kv_heads=1 parallel_block=true norm=layer out_bias=true logit_softcap=5 "
+        "vocab_size=515",
+        ["2", f"3 {REPLICATED}"],
+    ),
+    # Masks of a stage without the embedding.
+    "stages": (
+        "num_layers=4 tied_embeddings=false layer_pattern=L sliding_window=8",
+        ["2 parallel.pp=2"],
+    ),
+    "post": ("num_heads=6 num_kv_heads=2 head_dim=8 norm_position=post qk_norm=head", ["2", "4"]),
+}
+LAYOUTS = [
+    pytest.param(keys, layout, id=f"{name}-tp{layout}")
+    for name, (keys, layouts) in COMBINATIONS.items()
+    for layout in layouts
+]
+
+
+def check_layout(keys: str, layout: str, store: Path) -> None:
+    """Compare gradients of a layout, such as ``2 parallel.dp_shard=2``, with one process."""
+    tp, *options = layout.split()
+    pairs = [pair.split("=") for pair in [f"parallel.tp={tp}", *options]]
+    ranks = math.prod(int(n) for key, n in pairs if n.isdigit() and key != "parallel.ep")
+    model = [("model.kind", f"{__name__}:RANDOM")]
+    model += [(f"model.{key}", value) for key, value in (pair.split("=") for pair in keys.split())]
+    (one,) = run_ranks(gradients, 1, model, str(store))
+    overrides = model + [(key, value) for key, value in pairs]
+    for many in merged(run_ranks(gradients, ranks, overrides, str(store))):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert many["norm"] == pytest.approx(one["norm"], rel=1e-4)
+        assert many["grads"].keys() == one["grads"].keys()
+        for name, grad in one["grads"].items():
+            scale = grad.abs().max()
+            assert scale > 0, name
+            torch.testing.assert_close(
+                many["grads"][name] / scale, grad / scale, rtol=0, atol=2e-5, msg=name
+            )
+
+
+FAST = ("uneven-tp4", "gpt-oss-tp2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout"),
+    [
+        each if each.id in FAST else pytest.param(*each.values, id=each.id, marks=pytest.mark.slow)
+        for each in LAYOUTS
+    ],
+)
+def test_tensor_parallel_gradients_equal_one_process(
+    keys: str, layout: str, store_path: Path
+) -> None:
+    check_layout(keys, layout, store_path)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_uneven_shards_resume_in_other_layouts(
+    store_path: Path, tmp_path: Path
+) -> None:
+    keys = f"{ALL_HEADS} {UNEVEN} num_heads=5 num_kv_heads=5 attention_sinks=true out_bias=true"
+    model = [(f"model.{key}", value) for key, value in (pair.split("=") for pair in keys.split())]
+    model += [("model.kind", f"{__name__}:RANDOM"), ("checkpoint.interval", "2")]
+    layouts = {"2": f"tp=3 {REPLICATED}", "4": "tp=2 parallel.dp_shard=2", "6": "tp=4"}
+    for directory, ranks in (("one", (1, 1, 1)), ("many", (3, 4, 4))):
+        for (steps, layout), world_size in zip(layouts.items(), ranks, strict=True):
+            pairs = [pair.split("=") for pair in f"parallel.{layout}".split()]
+            overrides = [(key, value) for key, value in pairs if world_size > 1]
+            overrides += [("run.dir", str(tmp_path / directory)), ("train.steps", steps)]
+            run_ranks(train_rank, world_size, model + overrides, str(store_path))
+    expected = newest_state(tmp_path / "one")
+    for name, tensor in newest_state(tmp_path / "many").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-6, msg=name)
+
+
+def test_heads_of_ranks_each_query_head_reads_its_key_head() -> None:
+    for num_kv_heads, group in itertools.product(range(1, 7), range(1, 7)):
+        num_heads = num_kv_heads * group
+        for ranks in range(1, num_heads + 1):
+            all_heads = [query_heads(num_heads, ranks, rank) for rank in range(ranks)]
+            assert [head for heads in all_heads for head in heads] == list(range(num_heads))
+            assert max(map(len, all_heads)) - min(map(len, all_heads)) <= 1
+            for rank, heads in enumerate(all_heads):
+                keys = key_heads(num_heads, num_kv_heads, ranks, rank)
+                assert len(heads) % len(keys) == 0
+                for i, head in enumerate(heads):
+                    assert keys[i // (len(heads) // len(keys))] == head // group
+
+
 def forget_a_module() -> None:
     sharding: dict[str, TensorParallelSpec] = {k: v for k, v in SHARDING.items() if "norm" not in k}
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    apply_tensor_parallel(Llama(CONFIG), mesh, sharding, 2, True)
+    apply_tensor_parallel(Decoder(CONFIG), mesh, sharding, CONFIG, True)
 
 
 def test_tensor_parallel_weight_missing_in_the_table_raises() -> None:
@@ -209,13 +348,13 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
 
     passes.micro_pipeline_tp_pass = watched  # type: ignore[assignment]
 
-    model = Llama(WIDE)
+    model = Decoder(WIDE)
     plain = copy.deepcopy(model)
     for param in plain.parameters():
         dist.broadcast(param.data, 0)
     model.load_state_dict(plain.state_dict())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    apply_tensor_parallel(model, mesh, SHARDING, WIDE.num_kv_heads, sequence_parallel=True)
+    apply_tensor_parallel(model, mesh, SHARDING, WIDE, sequence_parallel=True)
     enable_async_tp(mesh.get_group())
     block, expected = model.layers["0"], plain.layers["0"]
     block.compile(fullgraph=True)

@@ -12,7 +12,13 @@ from weft.config.schema import Job
 from weft.estimate.cost import Matmul, device_spec, matmul_seconds
 from weft.estimate.forecast import forecast
 from weft.estimate.trace_to_cost import _grouped_matmul
-from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, unit_costs
+from weft.models.decoder_costs import (
+    flops_per_token,
+    num_active_params,
+    num_params,
+    unit_costs,
+)
+from weft.models.families.moe import PRESETS
 from weft.plan.devices import get_device
 from weft.plan.plan import Machine
 from weft.plan.plan_text import describe_plan, plan_recipe

@@ -13,9 +13,15 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, PrecisionSection
 from weft.models import load_family
-from weft.models.llama import PRESETS
+from weft.models.families.llama import PRESETS
 from weft.plan.devices import parse_cluster
-from weft.plan.matrices import Matrix, find_float8_matrices, find_linear_layers, list_matrices
+from weft.plan.matrices import (
+    Matrix,
+    convertible_matrices,
+    find_float8_matrices,
+    find_linear_layers,
+    list_matrices,
+)
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine, describe_plan
 from weft.plan.resolve import resolve
@@ -168,14 +174,30 @@ def test_list_matrices_sizes_are_those_of_a_rank() -> None:
             full.in_features // (2 if row else 1),
         )
         assert cut == Matrix(full.name, outputs, inputs)
-    # Four ranks share two key heads.
-    assert TOY.num_kv_heads == 2
-    shared = list_matrices(TOY, load_family("llama"), 4)
+    # Six ranks share two key heads.
+    assert (TOY.num_heads, TOY.num_kv_heads) == (6, 2)
+    shared = list_matrices(TOY, load_family("llama"), 6)
     assert [m.out_features for m in shared[:3]] == [
-        unsharded[0].out_features // 4,
+        unsharded[0].out_features // 6,
         unsharded[1].out_features // 2,
         unsharded[2].out_features // 2,
     ]
+
+
+def test_list_matrices_uneven_sizes_are_the_largest() -> None:
+    sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 100}
+    config, family = TOY.model_copy(update=sizes), load_family("llama")
+    q, k, v, o, gate, up, down = list_matrices(config, family, 4)
+    # Two query heads at most, which read both key heads on one rank.
+    assert (q.out_features, k.out_features, v.out_features, o.in_features) == (32, 32, 32, 32)
+    assert (gate.out_features, up.out_features, down.in_features) == (25, 25, 25)
+
+
+def test_float8_excludes_layers_of_which_ranks_have_different_sizes() -> None:
+    sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 192, "dim": 96}
+    config, family = TOY.model_copy(update=sizes), load_family("llama")
+    names = [matrix.name for matrix in convertible_matrices("rowwise", config, family, 4)]
+    assert [name.rpartition(".")[2] for name in names] == ["gate_proj", "up_proj", "down_proj"]
 
 
 class Doubled(nn.Linear):

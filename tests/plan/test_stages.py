@@ -10,8 +10,9 @@ from fractions import Fraction
 
 import pytest
 
+from weft.models.decoder_costs import unit_costs
+from weft.models.families.llama import PRESETS
 from weft.models.family import UnitCost
-from weft.models.llama import PRESETS, unit_costs
 from weft.plan.devices import GIB
 from weft.plan.plan import PipelinePlan, Stage
 from weft.plan.stages import (

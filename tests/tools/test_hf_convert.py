@@ -49,9 +49,9 @@ from weft.config.schema import replace, to_toml
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES
-from weft.models.family import hf_name
+from weft.models.decoder_config import DecoderConfig
+from weft.models.hf_fields import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
-from weft.models.llama import LlamaConfig
 from weft.plan.model_config import resolve_model
 from weft.tools.generate import ChatFormat, Sampling, generate, load_chat_format, make_sequences
 from weft.tools.hf_convert import export_checkpoint
@@ -64,7 +64,7 @@ LLAMA = FAMILIES["llama"]
 # Grouped heads and RoPE scaling; with a large learning rate attention is far from uniform.
 MODEL: Overrides = [
     ("model.tied_embeddings", "false"),
-    ("model.rope_scaling", "true"),
+    ("model.rope_scaling", "llama3"),
     ("model.rope_original_context", "16"),
     ("train.steps", "8"),
     ("optim.lr", "0.03"),
@@ -387,17 +387,16 @@ def test_export_on_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> None
 
 def hf_dir(
     directory: Path,
-    config: LlamaConfig,
+    config: DecoderConfig,
     dtype: torch.dtype,
     tokenizer: Path,
     max_shard: str = "5GB",
 ) -> Path:
     """Save a model as transformers does."""
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    twin = LlamaForCausalLM(TheirConfig(**to_hf_config(LLAMA, config, "float32"), bos_token_id=0))
+    twin = LlamaForCausalLM(LlamaConfig(**to_hf_config(LLAMA, config, "float32"), bos_token_id=0))
     for name, param in twin.named_parameters():
         torch.nn.init.normal_(param, float("norm" in name), 0.2)
     twin.to(dtype).save_pretrained(directory, max_shard_size=max_shard)
@@ -405,12 +404,12 @@ def hf_dir(
     return directory
 
 
-def small_config(**changes: Any) -> LlamaConfig:
+def small_config(**changes: Any) -> DecoderConfig:
     job = small_job(*MODEL)
     overrides = job.model.overrides() | {"vocab_size": 512} | changes
     config, errors = resolve_model("llama", job.model.preset, overrides)
     assert not errors
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DecoderConfig)
     return config
 
 
@@ -589,7 +588,7 @@ def test_import_from_a_store_reproduces_every_bit(store_path: Path, tmp_path: Pa
 
 # --------------------------------------------------------------------------- hostile files
 
-TINY = LlamaConfig(
+TINY = DecoderConfig(
     num_layers=1,
     dim=16,
     num_heads=2,
@@ -597,7 +596,7 @@ TINY = LlamaConfig(
     ffn_dim=24,
     vocab_size=512,
     max_seq_len=32,
-    rope_scaling=False,
+    rope_scaling="none",
 )
 
 

@@ -585,7 +585,7 @@ def test_verify_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[
     lines = rejected(capsys, "demo", *arguments, "--optim.name", "adm")
     keys = [line.split("=")[0] for line in lines]
     assert keys[:3] == ["--ranks", "--steps", "train.step"]
-    assert set(keys[3:]) == {"parallel.tp", "train.seq_len", "optim.name"}
+    assert set(keys[3:]) == {"train.seq_len", "optim.name"}
     assert rejected(capsys, "dmeo")[0].startswith(
         'recipe="dmeo" is not a known recipe, the path of a .toml file, or a run directory. Did'
     )

@@ -21,7 +21,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import to_toml
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES
-from weft.models.family import hf_name
+from weft.models.hf_fields import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
 from weft.plan.model_config import resolve_model
 from weft.tools.hf_convert import export_checkpoint
@@ -108,6 +108,22 @@ def test_lora_checkpoints_hold_adapters_and_the_base_remains(trained: Path, sour
     imported = load_file(source / "model.safetensors")
     for name, tensor in read_state(base).items():
         assert tensor.equal(imported[hf_name(name.removeprefix("model."))])
+
+
+def test_lora_of_a_model_that_fuses_projections_is_exported_merged(
+    trained: Path, tmp_path: Path
+) -> None:
+    run_dir, outs = shutil.copytree(trained, tmp_path / "run"), {}
+    text = (run_dir / "job.toml").read_text()
+    for kind in ("llama", "phi3"):
+        (run_dir / "job.toml").write_text(text.replace('kind = "llama"', f'kind = "{kind}"'))
+        export_checkpoint(run_dir, tmp_path / kind, "float32", "5GB", ignore_progress)
+        outs[kind] = load_file(tmp_path / kind / "model.safetensors")
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    fused = outs["phi3"]["model.layers.1.self_attn.qkv_proj.weight"]
+    assert fused.equal(torch.cat([outs["llama"][name] for name in names]))
+    with pytest.raises(InvalidConfig, match=r"which Phi-3 of transformers fuses with others"):
+        export_checkpoint(run_dir, tmp_path / "no", "float32", "5GB", ignore_progress, True)
 
 
 def test_lora_resumed_run_is_equal_bit_for_bit(

@@ -24,6 +24,7 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftErr
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from weft.tools.generate import Prompt, Sampling
     from weft.tools.text_model import TextModel
@@ -40,6 +41,7 @@ __all__ = [
     "compare",
     "generate",
     "load_model",
+    "load_text_model",
     "open_run",
     "plan",
     "train",
@@ -232,12 +234,48 @@ def compare(
 
 
 def load_model(
+    path: RunHandle | str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> nn.Module:
+    """Load a model as a plain PyTorch module.
+
+    Args:
+        path: a run or its directory, for its newest checkpoint; the directory of a checkpoint; a
+            Hugging Face directory; or ``org/name`` on the Hub.
+        dtype: of the parameters, such as ``bfloat16``; default: float32.
+        device: such as ``cpu`` or ``cuda:1``; default: a GPU if there is one.
+
+    Returns:
+        The module in evaluation mode: token ids ``[B, T]`` to logits ``[B, T, V]``.
+
+    Raises:
+        InvalidConfig: if there is no model, or weft does not support it.
+    """
+    import torch
+
+    from weft.tools.load_module import load_module
+
+    errors = ConfigErrors()
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if parsed is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
+        parsed = None
+    if parsed is None and dtype is not None:
+        errors.add("dtype", "is not a floating dtype", "use float32 or bfloat16", value=str(dtype))
+    errors.raise_any()
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    location = path.path if isinstance(path, RunHandle) else path
+    return load_module(os.fspath(location), parsed, torch.device(chosen))
+
+
+def load_text_model(
     run: RunHandle | str | os.PathLike[str],
     device: str | torch.device | None = None,
     *,
     chat_template: str | os.PathLike[str] = "auto",
 ) -> TextModel:
-    """Load a trained model in this process, with its tokenizer and chat template.
+    """Load a trained model with its tokenizer and chat template, to generate texts.
 
     Args:
         run: a run or its directory, for its newest checkpoint; or the directory of a checkpoint.
@@ -292,7 +330,7 @@ def generate(
     """Continue a text, or answer a conversation.
 
     Args:
-        model: a model of `load_model`, which several calls can share; or what `load_model` takes.
+        model: a model of `load_text_model`, which several calls can share; or what that takes.
         prompt: a text, a list of texts, or the messages of a conversation:
             ``[{"role": "user", "content": "What is 2 + 2?"}]``.
         chat: format each text as the message of a user.
@@ -305,7 +343,7 @@ def generate(
         stop: texts that end the answer and are not part of it.
         seed: of the first prompt; each further prompt has the next one.
         batch: prompts at a time.
-        device: see `load_model`; for a loaded model it must be None.
+        device: see `load_text_model`; for a loaded model it must be None.
 
     Returns:
         The new text, without the prompt; a list for a list of prompts.
@@ -329,10 +367,10 @@ def generate(
     check_sampling(sampling, batch)
     if isinstance(model, TextModel):
         if device is not None:
-            rule, remedy = "is for a run that is not loaded yet", "give it to load_model"
+            rule, remedy = "is for a run that is not loaded yet", "give it to load_text_model"
             raise InvalidConfig([ConfigError("device", str(device), rule, remedy)])
     else:
-        model = load_model(model, device)
+        model = load_text_model(model, device)
     is_list = isinstance(prompt, list) and all(isinstance(text, str) for text in prompt)
     is_conversation = isinstance(prompt, list) and not is_list
     prompts = cast("list[Prompt]", prompt if is_list else [prompt])

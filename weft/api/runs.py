@@ -94,7 +94,7 @@ class RunHandle:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The checkpoints, oldest first; `weft.load_model` accepts each."""
+        """The checkpoints, oldest first; `weft.load_text_model` accepts each."""
         from weft.checkpoint.manifest import list_checkpoints
         from weft.train.state import checkpoint_dir
 

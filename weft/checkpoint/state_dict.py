@@ -16,25 +16,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.parallel.dtensor import is_dtensor, is_quantized, to_local
+from weft.parallel.tied_parameters import tied_group
 
 StateDict = dict[str, torch.Tensor]
 
 
 def trainable_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name in the full model, parameter) of this rank's trainable parameters."""
-    return (
-        pair for part in model_parts for pair in part.named_parameters() if pair[1].requires_grad
-    )
+    return (pair for pair in _all_parameters(model_parts).items() if pair[1].requires_grad)
 
 
 def frozen_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the frozen parameters, which only the base checkpoint contains."""
-    return (
-        pair
-        for part in model_parts
-        for pair in part.named_parameters()
-        if not pair[1].requires_grad
-    )
+    return (pair for pair in _all_parameters(model_parts).items() if not pair[1].requires_grad)
+
+
+def _all_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters by name; of a tied parameter the first copy on this rank."""
+    params: dict[str, nn.Parameter] = {}
+    for part in model_parts:
+        for name, param in part.named_parameters():
+            params.setdefault(name, param)
+    return params
 
 
 def persistent_buffers(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,7 +135,7 @@ def find_replica_axes(
     model_parts: Iterable[nn.Module], state: StateDict
 ) -> dict[str, list[ReplicaAxis]]:
     """Return, for each tensor, the axes along which other ranks hold replicas."""
-    params = dict(pair for part in model_parts for pair in part.named_parameters())
+    params = _all_parameters(model_parts)
     axes_by_name = {}
     for name, tensor in state.items():
         kind, _, suffix = name.partition(".")
@@ -156,6 +159,8 @@ def find_replica_axes(
             ReplicaAxis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
             for axis in axes
         ]
+        if group := tied_group(params.get(param_name)):
+            axes_by_name[name].append(ReplicaAxis(group, group.size(), group.rank()))
     return axes_by_name
 
 

@@ -15,7 +15,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,10 +61,16 @@ class UnrepresentableValue(WeftError):
 
 
 class Weight(NamedTuple):
-    """Tensor whose rows are read when they are written."""
+    """Tensor whose rows are read when they are written.
+
+    Attributes:
+        shape: of the tensor.
+        read: yields chunks of rows: all, or those from its first argument to before its second,
+            which a tensor of a checkpoint or of safetensors supports.
+    """
 
     shape: torch.Size
-    read: Callable[[], Iterator[Tensor]]  # yields chunks of rows
+    read: Callable[..., Iterator[Tensor]]
 
 
 # --------------------------------------------------------------------------- files
@@ -156,27 +161,44 @@ def open_weights(path: Path) -> dict[str, Weight]:
 def open_weight(contents: Contents, name: str) -> Weight:
     """Return a tensor of a checkpoint or of safetensors files."""
     shape = torch.Size(contents.tensors[name].shape)
-    return Weight(shape, partial(_read_rows, contents, name))
+    return Weight(shape, RowReader(contents, name))
 
 
-def _read_rows(contents: Contents, name: str) -> Iterator[Tensor]:
-    """Yield the rows of a tensor, and verify them if their fingerprint is known.
+class RowReader:
+    """Reads the rows of a tensor, and verifies them if their fingerprint is known.
 
-    Raises:
-        DamagedCheckpoint: after the last row, if they differ from what was saved.
+    Rows that are read in several calls are verified when all have been read once.
     """
-    entry, total = contents.tensors[name], 0
-    for first, count in _row_chunks(entry.shape):
-        rows = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
-        offsets = [first, *[0] * (rows.dim() - 1)]
-        with checkpoint_errors(contents.path):
-            read_shards(contents, {name: [*find_overlaps(entry, offsets, rows)]})
-        if entry.fingerprint is not None:
-            total += int(fingerprint(rows, offsets, entry.shape))
-        yield rows
-    if entry.fingerprint not in (None, wrap_int64(total)):
-        reason = find_damaged_file(contents) or f"{name} differs from what was saved"
-        raise DamagedCheckpoint(f"{contents.path}: {reason}")
+
+    def __init__(self, contents: Contents, name: str) -> None:
+        self.contents, self.name = contents, name
+        self.num_rows = self.total = 0
+
+    def __call__(self, first: int = 0, stop: int | None = None) -> Iterator[Tensor]:
+        """Yield the rows from ``first`` to before ``stop``.
+
+        Raises:
+            DamagedCheckpoint: after the last row, if the tensor differs from what was saved.
+        """
+        contents, entry = self.contents, self.contents.tensors[self.name]
+        if first == 0 and stop in (None, entry.shape[0]):
+            self.num_rows = self.total = 0
+        stop = entry.shape[0] if stop is None else stop
+        for begin, count in _row_chunks((stop - first, *entry.shape[1:])):
+            rows = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
+            offsets = [first + begin, *[0] * (rows.dim() - 1)]
+            with checkpoint_errors(contents.path):
+                read_shards(contents, {self.name: [*find_overlaps(entry, offsets, rows)]})
+            if entry.fingerprint is not None:
+                self.total += int(fingerprint(rows, offsets, entry.shape))
+            self.num_rows += count
+            yield rows
+        if self.num_rows < entry.shape[0]:
+            return
+        total, self.num_rows, self.total = self.total, 0, 0
+        if entry.fingerprint not in (None, wrap_int64(total)):
+            reason = find_damaged_file(contents) or f"{self.name} differs from what was saved"
+            raise DamagedCheckpoint(f"{contents.path}: {reason}")
 
 
 def _row_chunks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:

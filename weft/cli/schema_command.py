@@ -20,7 +20,7 @@ def run_schema(options: argparse.Namespace) -> None:
 
     tree = schema()
     # The fields of llama, the default, come last and win.
-    for family in reversed(FAMILIES.values()):
+    for family in reversed(list(FAMILIES.values())):
         fields = family.config.model_json_schema()["properties"]
         tree["$defs"]["ModelSection"]["properties"] |= {
             name: {key: value for key, value in field.items() if key != "default"}

@@ -131,15 +131,18 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
 
 
-def lookup(name: str, table: Mapping[str, T]) -> T:
+def lookup(name: str, table: Mapping[str, T | str]) -> T:
     """Return ``table[name]``, or the attribute that ``module:attribute`` names.
+
+    A value of the table may be ``module:attribute`` too: the module is imported when it is used.
 
     Raises:
         LookupError: the name is unknown, or the module cannot be imported.
     """
-    if name in table:
-        return table[name]
-    module, colon, attribute = name.partition(":")
+    entry = table.get(name, name)
+    if not isinstance(entry, str):
+        return entry
+    module, colon, attribute = entry.partition(":")
     if not colon:
         raise LookupError("is not a known name, and not of the form module:attribute")
     try:

@@ -44,8 +44,7 @@ from weft.estimate.cost import (
     attention_kernel,
     step_seconds,
 )
-from weft.models.llama import DecoderConfig
-from weft.models.moe import MoeConfig
+from weft.models.decoder_config import DecoderConfig
 from weft.plan.devices import Device
 from weft.plan.lora_plan import plan_cost
 from weft.plan.pipeline_schedule import (
@@ -81,7 +80,7 @@ def supports_formulas(plan: Plan) -> bool:
     The model is a Llama-like decoder with all parameters trained; a file of a schedule is not
     supported.  The formulas leave out Qwen3's norms of queries and keys.
     """
-    is_dense = isinstance(plan.model, DecoderConfig) and not isinstance(plan.model, MoeConfig)
+    is_dense = isinstance(plan.model, DecoderConfig) and not plan.model.num_experts
     is_trained = plan.num_trainable_params == plan.num_params
     return is_dense and is_trained and not (plan.pipeline and plan.pipeline.has_schedule_file)
 
@@ -110,9 +109,9 @@ class DecoderFormulas:
         self.hidden: int = config.dim
         self.num_microbatches = plan.num_microbatches
         self.tokens = plan.microbatch_size * plan.seq_len / plan.cp  # of a microbatch on a rank
-        self.q: float = config.num_heads * config.head_dim / plan.tp  # width of the query heads
-        self.kv: float = config.num_kv_heads * config.head_dim / plan.tp
-        self.head_dim = config.head_dim
+        self.q: float = config.num_heads * config.key_dim / plan.tp  # width of the query heads
+        self.kv: float = config.num_kv_heads * config.key_dim / plan.tp
+        self.head_dim = config.key_dim
         self.ffn: float = config.ffn_dim / plan.tp
         self.vocab: float = config.vocab_size / plan.tp
         self.is_tied = config.tied_embeddings
@@ -175,6 +174,11 @@ class DecoderFormulas:
     def optimizer_shards(self) -> int:
         """Number of ranks that share a parameter's optimizer state."""
         return self.shards if self.zero else 1
+
+    @property
+    def pp_stride(self) -> int:
+        """Distance between neighbors of a pipeline, in ranks."""
+        return self.plan.tp * self.plan.cp * self.plan.dp_size
 
     def step_seconds(self, hardware: Hardware) -> Seconds:
         """Return the seconds of a step by cause.
@@ -307,12 +311,23 @@ class DecoderFormulas:
         local_params = self.layer_params * max(
             sum(counts[s] for s in stages) for stages in stages_by_rank
         )
+        ends = [(0 in stages, len(counts) - 1 in stages) for stages in stages_by_rank]
+        # A second copy of a tied embedding on one rank has no optimizer state; one on another rank
+        # is trained there, and the ranks sum their gradients.
+        is_copied = self.is_tied and plan.pp > 1
         local_params += self.table_params * max(
-            (0 in stages) + (len(counts) - 1 in stages) for stages in stages_by_rank
+            first + (last and not (is_copied and first)) for first, last in ends
         )
+        tied_sum: tuple[Collective, ...] = ()
+        if is_copied and (True, True) not in ends:
+            size, stride = (
+                4 * self.table_params / self.optimizer_shards,
+                (plan.pp - 1) * self.pp_stride,
+            )
+            tied_sum = (Collective("all_reduce", size, "pp", 2, stride),)
         # The norm reads gradients; AdamW reads and writes gradient, weight and both moments.
         traffic = 36 * (local_params / self.optimizer_shards)
-        optimizer_work = Work(traffic_bytes=traffic, kernels=60)
+        optimizer_work = Work((), (), traffic, 60, tied_sum)
         num_microbatches, tokens = self.num_microbatches, plan.tokens_per_step
         if plan.pp == 1:
             return Step(works, num_microbatches, tokens, optimizer_work)
@@ -320,10 +335,8 @@ class DecoderFormulas:
 
     def p2p(self) -> Collective:
         """Return the message that a stage sends to the next."""
-        plan = self.plan
-        stride = plan.tp * plan.cp * plan.dp_size
-        shards = plan.tp if self.sequence_parallel else 1
-        return Collective("send", 2 * self.tokens * self.hidden / shards, "pp", 2, stride)
+        shards = self.plan.tp if self.sequence_parallel else 1
+        return Collective("send", 2 * self.tokens * self.hidden / shards, "pp", 2, self.pp_stride)
 
     def layer_passes(self) -> tuple[Work, Work]:
         """Return a layer's forward and backward with recomputation and sharding."""
@@ -437,6 +450,8 @@ class DecoderFormulas:
         params += self.table_params * (first + (last and not (self.is_tied and plan.pp == 1)))
         shards = self.optimizer_shards
         state = self.state_bytes * params / shards + self.unsharded_bytes * params
+        if self.is_tied and plan.pp > 1 and first and last:  # see `estimate_step`
+            state -= max(0, self.state_bytes - 8) * self.table_params / shards
         unreduced = [0.0] * num_stages
         if self.zero == 2 and self.num_microbatches > 1:
             tables = [

@@ -351,12 +351,15 @@ def fold_stages(plan: Plan) -> tuple[Plan, list[int]] | None:
 
     The kinds are the first stage, the last one, and middle ones by number of blocks.  Other ranks
     hold the stages between them.  Return None if each rank has one stage, if neighboring stages
-    share a rank, or if a stage's work depends on the other stages.
+    share a rank, if a stage's work depends on the other stages, or with tied embeddings, whose two
+    copies cost less on one rank.
     """
     pipeline = plan.pipeline
     if pipeline is None or len(pipeline.stages) == plan.pp or plan.optimizer != "adamw":
         return None
     if any(a == b for a, b in itertools.pairwise(pipeline.stage_ranks)) or reshards_stages(plan):
+        return None
+    if plan.tied_ranks is not None:
         return None
     kinds: dict[object, int] = {}
     stages: list[Stage] = []

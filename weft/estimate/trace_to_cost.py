@@ -156,8 +156,10 @@ class TracePricer:
     def _collective(self, call: OpCall) -> Collective | None:
         axis, ranks, stride = self.trace.comm_groups[call.group]
         kind = COLLECTIVE_KINDS.get(call.name)
-        if kind is None or axis == "pp":
-            return None  # the sender pays for a receive; the schedule prices p2p
+        # The sender pays for a receive, and the schedule prices p2p.  A pipeline's ranks also sum
+        # norms, and the gradients of tied embeddings.
+        if kind is None or (axis == "pp" and (kind == "send" or collective_bytes(call) < 1024)):
+            return None
         overlap = self.overlaps.get(axis, "exposed")
         if axis == "tp" and id(call) in self.fused:
             overlap = "async"

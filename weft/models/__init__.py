@@ -1,25 +1,46 @@
 """Registry of model families.
 
-A family is one file with a `Family` in it.  `FAMILIES` lists weft's own; a recipe names a user's
-family as ``model.kind = "package.module:attribute"``.
+A family is one file with a `Family` in it.  `FAMILIES` has weft's own, the files of
+`weft.models.families`, which are imported when they are used.  A recipe names a user's family as
+``model.kind = "package.module:attribute"``.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 from weft.config.errors import ConfigError, InvalidConfig, suggest
-from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 
 __all__ = ["FAMILIES", "Family", "load_family"]
 
-FAMILIES: dict[str, Family] = {
-    "llama": llama.FAMILY,
-    "mistral": mistral.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "moe": moe.FAMILY,
-}
+
+class _Families(Mapping[str, Family]):
+    """The families of weft by name, llama first."""
+
+    @cached_property
+    def names(self) -> list[str]:
+        package = importlib.import_module("weft.models.families")
+        names = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        return ["llama", *sorted(names - {"llama"})]
+
+    def __getitem__(self, kind: str) -> Family:
+        if kind not in self.names:
+            raise KeyError(kind)
+        family: Family = importlib.import_module(f"weft.models.families.{kind}").FAMILY
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
 
 
 def load_family(kind: str) -> Family:

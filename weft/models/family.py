@@ -2,21 +2,20 @@
 
 A family is one file that ends with a `Family`: a configuration, a constructor, and the functions
 and tables that the trainer and the planner read.  `Family` documents every entry;
-`weft.models.llama` is the reference implementation.
+`weft.models.decoder` is the reference implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Section
-
-Json = dict[str, Any]
+from weft.models.hf_fields import HFMapping
 
 
 class Init(NamedTuple):
@@ -35,20 +34,23 @@ class Init(NamedTuple):
     residual: bool = False
 
 
-WeightSharding = Literal["column", "row", "heads", "vocabulary", "replicated", "partial_grad"]
+WeightSharding = Literal[
+    "column", "row", "norm_of_heads", "vocabulary", "replicated", "partial_grad"
+]
 
 
 class TensorParallelSpec(NamedTuple):
     """Tensor parallelism of one module, applied by `weft.parallel.tensor_parallel`.
 
     Attributes:
-        weight: how the weight is sharded.  column: by outputs; row: by inputs; heads: by outputs at
-            head boundaries, so that ranks share a head if there are more ranks than heads;
-            vocabulary: by rows of an embedding table; replicated: on every rank; partial_grad:
-            replicated, but each rank computes a part of the gradient.
+        weight: how weight and bias are sharded.  column: by outputs; row: by inputs; norm_of_heads:
+            partial_grad, or if the norm is over all heads, as they are; vocabulary: by rows of an
+            embedding table; replicated: on every rank; partial_grad: replicated, but each rank
+            computes a part of the gradient.
         input_comm: gather: all-gather the input's sequence, before a column-sharded product.
         output_comm: gather: all-gather the output's sequence; scatter: reduce-scatter the partial
             outputs of a row-sharded product over the sequence.
+        heads: shard at the boundaries of query heads, or of key/value heads, which ranks may share.
 
     Between products each rank holds a slice of the sequence (sequence parallelism).
     """
@@ -56,6 +58,7 @@ class TensorParallelSpec(NamedTuple):
     weight: WeightSharding | None = None
     input_comm: Literal["gather"] | None = None
     output_comm: Literal["gather", "scatter"] | None = None
+    heads: Literal["query", "key"] | None = None
 
 
 class UnitCost(NamedTuple):
@@ -67,43 +70,6 @@ class UnitCost(NamedTuple):
     # Saved for backward, in bfloat16 without recomputation.
     activation_bytes_per_token: float
     expert_params: int = 0  # part of ``params`` that expert parallelism shards
-
-
-# Fields of config.json with the only value that weft's models support.
-FIXED_FIELDS: Json = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-}
-
-
-def hf_name(name: str) -> str:
-    """Return the Hugging Face name of a parameter of `weft.models.llama.Llama`."""
-    return name if name == "lm_head.weight" else f"model.{name}"
-
-
-@dataclass(frozen=True)
-class HFMapping:
-    """Differences between a family and its Hugging Face model.
-
-    Attributes:
-        name: display name.
-        hf_name: maps weft's parameter name to Hugging Face's.
-        defaults: values that transformers uses for missing fields, in addition to `DEFAULTS`.
-        fixed_fields: fields with the only value that weft supports.
-        ignored_fields: fields that do not change what the model computes.
-        default_sliding_window: window of a file without the field; None: the family has none.
-    """
-
-    name: str
-    architecture: str
-    model_type: str
-    hf_name: Callable[[str], str] = hf_name
-    defaults: Json = field(default_factory=dict)
-    fixed_fields: Json = field(default_factory=lambda: FIXED_FIELDS)
-    ignored_fields: frozenset[str] = frozenset()
-    default_sliding_window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,12 +97,16 @@ class Family:
         unit_costs: (config, sequence length) -> cost of every pipeline unit; pipeline parallelism
             and memory prediction.
         prune_to_stage: (module, range of units) -> None; deletes what another stage holds.
+        tied_parameter: name of the parameter that the first and the last unit share if the
+            configuration has ``tied_embeddings``.  ``prune_to_stage`` keeps it for both; pipeline
+            parallelism of such models.
         enable_fused_loss: module -> callable that returns the last product's weight ``[V, D]``.
             The module then returns that product's input ``[B, T, D]``, and the loss never
             builds all logits.
         moe_layers: module -> its `weft.models.moe.MoE` layers; expert parallelism.
         num_active_params: config -> parameters that one token uses.
         hf_mapping: ``weft export`` and ``weft import``.
+        choose_entries: config -> entries that replace those above for this configuration.
     """
 
     config: type[Section]
@@ -152,7 +122,13 @@ class Family:
     tp_divided_fields: tuple[str, ...] = ()
     unit_costs: Callable[[Any, int], list[UnitCost]] | None = None
     prune_to_stage: Callable[[Any, range], None] | None = None
+    tied_parameter: str | None = None
     enable_fused_loss: Callable[[Any], Callable[[], Tensor]] | None = None
     moe_layers: Callable[[nn.Module], list[Any]] | None = None
     num_active_params: Callable[[Any], int] | None = None
     hf_mapping: HFMapping | None = None
+    choose_entries: Callable[[Any], Mapping[str, Any]] | None = None
+
+    def of(self, config: Any) -> Family:
+        """Return the family with the entries for a configuration."""
+        return replace(self, **self.choose_entries(config)) if self.choose_entries else self

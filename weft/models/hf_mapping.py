@@ -1,11 +1,11 @@
 """Conversion between a family's configuration and a Hugging Face ``config.json``.
 
-Weights are not permuted: the rotary convention (see `weft.models.layers.apply_rope`) and all shapes
-agree on both sides.  A ``config.json`` that describes another model is refused.  So is one with an
-unknown field, because weft cannot know if the field changes what the model computes.  Names that
-begin with an underscore are ignored.
+A ``config.json`` that describes another model is refused.  So is one with an unknown field, because
+weft cannot know if the field changes what the model computes.  Names that begin with an underscore
+are ignored.  A configuration that ``config.json`` cannot express is refused, too
+(`check_hf_config`).
 
-The tables below hold for all Llama-like families; each family's `HFMapping` holds the differences.
+`weft.models.hf_fields` has the tables of all families; each family's `HFMapping` has its own.
 """
 
 from __future__ import annotations
@@ -19,55 +19,52 @@ import torch
 
 from weft.config.errors import MISSING, ConfigError
 from weft.config.reader import check_section
-from weft.models.family import Family, HFMapping, Json
+from weft.models.decoder_config import DecoderConfig
+from weft.models.family import Family
+from weft.models.hf_fields import DEFAULTS, HFMapping, Json, Limits
+from weft.models.hf_layers import (
+    format_hf_choices,
+    read_expert_layers,
+    read_layers,
+    shortest_pattern,
+    write_expert_layers,
+    write_layers,
+)
+from weft.models.hf_rope import ROPE_KEYS, ROPE_LIMITS, Problem, read_rope, write_rope
 
-# Hugging Face field -> weft field.
-FIELDS = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "ffn_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tied_embeddings",
-}
-ROPE_SCALING_FIELDS = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_context",
-}
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Defaults of transformers.  The other `FIELDS` are required, except for num_key_value_heads and
-# head_dim, which follow from others.
-DEFAULTS = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-# Valid ranges, both ends included, far wider than any published model needs.  A number outside
-# means a damaged or hostile file.
-INT_RANGES = {
-    "hidden_size": (1, 1 << 20),
-    "num_hidden_layers": (1, 10_000),
-    "num_attention_heads": (1, 1 << 16),
-    "num_key_value_heads": (1, 1 << 16),
-    "head_dim": (1, 1 << 16),
-    "intermediate_size": (1, 1 << 24),
-    "vocab_size": (2, 1 << 26),
-    "max_position_embeddings": (1, 1 << 30),
-    "sliding_window": (1, 1 << 30),
-    "rope_scaling.original_max_position_embeddings": (1, 1 << 30),
-}
-FLOAT_RANGES = {
-    "rms_norm_eps": (1e-12, 1e-2),
-    "rope_theta": (1.0, 1e12),
-    "rope_scaling.factor": (1.0, 1e4),
-    "rope_scaling.low_freq_factor": (1e-3, 1e4),
-    "rope_scaling.high_freq_factor": (1e-3, 1e4),
+# Valid numbers by weft's key, far wider than any published model needs.  A number outside means a
+# damaged or hostile file.
+WIDTH, COUNT, LENGTH = Limits(int, 1, 1 << 24), Limits(int, 1, 1 << 16), Limits(int, 1, 1 << 30)
+LAYERS, FACTOR = Limits(int, 1, 10_000), Limits(float, 1e-6, 1e6)
+LIMITS: dict[str, Limits] = {
+    "dim": Limits(int, 1, 1 << 20),
+    "num_layers": LAYERS,
+    "num_heads": COUNT,
+    "num_kv_heads": COUNT,
+    "head_dim": COUNT,
+    "ffn_dim": WIDTH,
+    "vocab_size": Limits(int, 2, 1 << 26),
+    "max_seq_len": LENGTH,
+    "sliding_window": LENGTH,
+    "attention_chunk": LENGTH,
+    "temperature_interval": LENGTH,
+    "temperature_scale": FACTOR,
+    "norm_eps": Limits(float, 1e-12, 1e-2),
+    "kv_rank": COUNT,
+    "q_rank": COUNT,
+    "rope_head_dim": COUNT,
+    "value_head_dim": COUNT,
+    "num_experts": COUNT,
+    "active_experts": COUNT,
+    "expert_dim": WIDTH,
+    "shared_experts": Limits(int, 0, 1 << 10),
+    "dense_layers": Limits(int, 0, 10_000),
+    "expert_interval": LAYERS,
+    "expert_groups": COUNT,
+    "active_groups": COUNT,
+    **dict.fromkeys(("attention_scale", "attention_softcap", "logit_softcap"), FACTOR),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), FACTOR),
+    **dict.fromkeys(("route_scale", "expert_limit"), FACTOR),
 }
 # Fields that do not change what the model computes.
 IGNORED_FIELDS = {
@@ -80,10 +77,12 @@ IGNORED_FIELDS = {
     "label2id",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",  # for a loss of load balance
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "return_dict",
+    "router_aux_loss_coef",
     "torch_dtype",
     "transformers_version",
     "use_cache",
@@ -92,6 +91,11 @@ REMEDIES = {
     "auto_map": "remove the field if the model needs none; weft never runs remote code",
     "quantization_config": "save dequantized weights first, in float32, bfloat16 or float16",
 }
+EXPERT_KEYS = (
+    *("active_experts", "expert_dim", "shared_experts", "dense_layers", "expert_interval"),
+    *("score", "score_selected", "renormalize", "route_scale", "expert_groups", "active_groups"),
+    *("scaled_expert_inputs", "router_bias", "expert_biases", "expert_limit", "balance_rate"),
+)
 
 
 def get_hf_mapping(family: Family) -> HFMapping:
@@ -108,27 +112,50 @@ def detect_family(
     model_type = hf_config.get("model_type", MISSING)
     if isinstance(model_type, str) and model_type in kind_by_type:
         return kind_by_type[model_type], []
-    rule = f"must be {' or '.join(json.dumps(name) for name in kind_by_type)}"
-    return None, [
-        ConfigError(
-            "config.json model_type", _short(model_type), rule, "no other model is supported"
+    rule = f"must be {format_hf_choices(kind_by_type)}"
+    remedy = "no other model is supported"
+    text = hf_config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, dict) else None
+    if isinstance(text_type, str) and text_type in kind_by_type:
+        rule = f"is a multi-modal model around a model of type {text_type}"
+        remedy = (
+            f"give the directory of its text model: load {text_type} with "
+            "transformers.AutoModelForCausalLM and call save_pretrained()"
         )
-    ]
+    return None, [ConfigError("config.json model_type", _short(model_type), rule, remedy)]
 
 
 def param_shapes(family: Family, config: Any) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by weft's name, in the order of computation."""
-    with torch.device("meta"):  # one block suffices: cheap for any number of layers in a file
-        model = family.build(config.model_copy(update={"num_layers": 1, "max_seq_len": 1}))
-    template = {name: param.shape for name, param in model.named_parameters()}
-    block = [name.removeprefix("layers.0.") for name in template if name.startswith("layers.0.")]
+    """Return the shape of every saved tensor by weft's name, in order.
+
+    These are the parameters and, in layers with experts, the load-balance bias.
+    """
+    has_experts = getattr(config, "has_experts", lambda layer: False)
+    kinds = [has_experts(layer) for layer in range(config.num_layers)]
+    # One block of each kind suffices: cheap for any number of layers in a file.
+    templates = {kind: _block_shapes(family, config, kind) for kind in sorted(set(kinds))}
+    template = templates[kinds[0]]
     embedding, *head = [name for name in template if not name.startswith("layers.")]
-    layers = [(f"layers.{i}.{name}", name) for i in range(config.num_layers) for name in block]
-    return {
-        embedding: template[embedding],
-        **{name: template[f"layers.0.{kind}"] for name, kind in layers},
-        **{name: template[name] for name in head},
-    }
+    shapes = {embedding: template[embedding]}
+    for i, kind in enumerate(kinds):
+        for name, shape in templates[kind].items():
+            if name.startswith("layers.0."):
+                shapes[f"layers.{i}.{name.removeprefix('layers.0.')}"] = shape
+    return shapes | {name: template[name] for name in head}
+
+
+def _block_shapes(family: Family, config: Any, has_experts: bool) -> dict[str, torch.Size]:
+    update: Json = {"num_layers": 1, "max_seq_len": 1}
+    if has_experts:
+        update |= {"dense_layers": 0, "expert_interval": 1}
+    elif getattr(config, "num_experts", 0):
+        update |= {"num_experts": 0}
+    with torch.device("meta"):
+        model = family.build(config.model_copy(update=update))
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+# --------------------------------------------------------------------------- writing
 
 
 def to_hf_config(family: Family, config: Any, dtype: str) -> Json:
@@ -137,25 +164,83 @@ def to_hf_config(family: Family, config: Any, dtype: str) -> Json:
     Rotary positions are written in the form that all versions of transformers read.
     """
     mapping = get_hf_mapping(family)
-    rope_scaling = (
-        {hf_field: getattr(config, field) for hf_field, field in ROPE_SCALING_FIELDS.items()}
-        if getattr(config, "rope_scaling", False)
-        else None
-    )
-    return {
+    values = config.model_dump()
+    values["head_dim"] = config.key_dim
+    values["attention_scale"] = config.attention_scale or config.key_dim**-0.5
+    values["value_head_dim"] = config.value_dim
+    tree: Json = {
         "architectures": [mapping.architecture],
         "model_type": mapping.model_type,
+        "pad_token_id": None,  # the class's own may exceed the vocabulary
         **mapping.fixed_fields,
-        **{hf_field: getattr(config, field) for hf_field, field in FIELDS.items()},
-        **({} if mapping.default_sliding_window is None else {"sliding_window": None}),
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling and {"rope_type": "llama3", **rope_scaling},
-        "torch_dtype": dtype,
     }
+    for name, entry in mapping.all_fields.items():
+        tree[name] = entry.write(values[entry.keys[0]])
+    for name, key in mapping.switches.items():
+        tree[name] = bool(values[key])
+        unused = [other for other, entry in mapping.all_fields.items() if key in entry.keys]
+        tree |= {other: mapping.defaults[other] for other in unused if not values[key]}
+    if mapping.has_mtp:
+        tree["num_nextn_predict_layers"] = 0
+    if mapping.has_latent_attention:
+        tree["qk_nope_head_dim"] = config.key_dim - config.rope_head_dim
+    tree |= write_layers(mapping, config)
+    tree |= write_expert_layers(mapping, config)
+    tree |= write_rope(mapping, config)
+    return {**tree, "torch_dtype": dtype}
 
 
-# The arguments of a `ConfigError`: field, value, rule, and remedy if there is one.
-Problem = tuple[Any, ...]
+def check_hf_config(family: Family, config: Any) -> list[ConfigError]:
+    """Return the keys that ``config.json`` cannot express with their values."""
+    mapping = get_hf_mapping(family)
+    expected = simplify(config)
+    result, errors = from_hf_config(family, to_hf_config(family, config, "float32"))
+    if errors:
+        return errors
+    remedy = "use a family that has it, or the published value"
+    return [
+        ConfigError(
+            f"model.{key}", value, f"does not exist in a {mapping.name} of transformers", remedy
+        )
+        for key, value in expected.model_dump().items()
+        if key != "balance_rate" and getattr(result, key) != value
+    ]
+
+
+def simplify(config: DecoderConfig) -> DecoderConfig:
+    """Return an equal model whose keys without effect have their default values."""
+    indices = range(config.num_layers)
+    local = [config.is_local(i) for i in indices]
+    rope = [config.has_rope(i) for i in indices]
+    update: Json = {
+        "layer_pattern": shortest_pattern(["GL"[is_local] for is_local in local]),
+        "rope_pattern": shortest_pattern(["NR"[has_rope] for has_rope in rope]),
+    }
+    if config.head_dim * config.num_heads == config.dim:
+        update["head_dim"] = 0
+    if config.value_head_dim == config.key_dim:
+        update["value_head_dim"] = 0
+    if config.attention_scale == config.key_dim**-0.5:
+        update["attention_scale"] = 0.0
+    unused = {key for keys in ROPE_KEYS.values() for key in keys}
+    unused -= set(ROPE_KEYS.get(config.rope_scaling, ()))
+    has_same_theta = config.rope_local_theta == config.rope_theta and config.rope_scaling == "none"
+    if not any(local):
+        unused |= {"sliding_window", "attention_chunk"}
+    if not any(local) or has_same_theta:
+        unused.add("rope_local_theta")
+    if all(rope) or not config.temperature_interval:
+        unused |= {"temperature_interval", "temperature_scale"}
+    if not config.kv_rank:
+        unused |= {"q_rank", "rope_head_dim"}
+    if config.norm == "rms":
+        unused.add("norm_bias")
+    if not config.num_experts:
+        unused |= {*EXPERT_KEYS}
+    elif config.num_moe_layers == config.num_layers:
+        unused |= {"ffn_dim", "dense_layers", "expert_interval"}
+    defaults = {key: type(config).model_fields[key].default for key in unused}
+    return config.model_copy(update=update | defaults)
 
 
 def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigError]]:
@@ -166,15 +251,25 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
         that model; keys are ``config.json <field>``.
     """
     mapping = get_hf_mapping(family)
+    twice = [
+        (name, hf_config[name], f"contradicts {other}")
+        for name, other in mapping.aliases.items()
+        if name in hf_config and hf_config.get(other, hf_config[name]) != hf_config[name]
+    ]
+    hf_config = {mapping.aliases.get(name, name): value for name, value in hf_config.items()}
     given = {name: value for name, value in hf_config.items() if value is not None}
-    fields: Json = {}
-    range_errors = list(_check_numbers(given))
+    fields: Json = {**mapping.constants}
+    range_errors = list(_check_numbers(mapping, given))
+    invalid = {name for name, *_ in range_errors}
+    field_errors = list(_read_fields(mapping, hf_config, invalid, fields))
     found = [
-        *_read_rope(given, fields, "rope_scaling" in family.config.model_fields),
+        *twice,
+        *read_rope(mapping, hf_config, invalid, fields),
         *range_errors,
-        *_read_fields(family, hf_config, fields),
+        *field_errors,
         *_check_fixed_fields(mapping, given),
-        *_check_attention(mapping, hf_config, fields["max_seq_len"]),
+        *read_layers(mapping, hf_config, invalid, fields),
+        *read_expert_layers(mapping, given, invalid, fields),
         *_check_unknown_fields(mapping, given),
     ]
     config_errors = check_section(family.config, "model", fields)
@@ -183,12 +278,9 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     if not config_errors and not any(value is MISSING for _, value, *_ in found):
         config = family.config.model_validate(fields)
         config_errors = family.check(config)
-        if given.get("head_dim", config.head_dim) != config.head_dim and not config_errors:
-            rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
-            found.append(("head_dim", given["head_dim"], rule))
-    found += _rename_errors(config_errors, {name for name, *_ in range_errors})
+    found += [*_rename_errors(mapping, config_errors, {name for name, *_ in found})]
     errors = [_make_error(mapping, *item) for item in found]
-    return (None if errors else config), errors
+    return (None if errors else simplify(config)), errors
 
 
 def _make_error(
@@ -198,25 +290,59 @@ def _make_error(
     return ConfigError(f"config.json {printable(name)}", _short(value), rule, remedy)
 
 
-def _read_fields(family: Family, hf_config: Json, fields: Json) -> Iterator[Problem]:
-    """Read the `FIELDS` into ``fields``, with the defaults of transformers."""
-    given = {name: value for name, value in hf_config.items() if value is not None}
-    defaults = DEFAULTS | get_hf_mapping(family).defaults
-    for name, field in FIELDS.items():
-        if name == "head_dim" and name not in family.config.model_fields:
-            continue
-        if name == "num_key_value_heads" and name not in given:
-            # Even if the family has a default, null means as many as query heads.
-            use_default = name not in hf_config and name in defaults
-            fields[field] = defaults[name] if use_default else given.get("num_attention_heads")
-        elif name in given or name in defaults:
-            fields[field] = given.get(name, defaults.get(name))
-        elif name == "head_dim":
-            width, heads = given.get("hidden_size"), given.get("num_attention_heads")
-            if type(width) is type(heads) is int and heads > 0:
-                fields[field] = width // heads
-        else:
+def _read_fields(
+    mapping: HFMapping, hf_config: Json, invalid: set[str], fields: Json
+) -> Iterator[Problem]:
+    """Read fields with a counterpart, with the defaults of transformers."""
+    defaults = DEFAULTS | mapping.defaults
+    for name, entry in mapping.all_fields.items():
+        value = hf_config.get(name)
+        if name in hf_config and value is None and name == "num_key_value_heads":
+            value = hf_config.get("num_attention_heads")  # even if the family has a default
+        if value is None and not (entry.optional and name in hf_config):
+            value = defaults.get(name)
+        if value is None and name == "num_key_value_heads":
+            value = hf_config.get("num_attention_heads")
+        elif value is None and (name == "head_dim" or entry.optional):
+            value = 0
+        elif value is None:
             yield name, MISSING, "is missing", "add it; it has no default"
+            continue
+        choices = entry.choices
+        if choices and not any(type(value) is type(known) and value == known for known in choices):
+            yield name, value, f"must be {format_hf_choices(choices)}"
+            continue
+        is_zero = entry.optional and value == 0
+        for key in entry.keys:
+            is_convertible = name not in invalid and not is_zero
+            fields[key] = entry.read(value) if is_convertible else value
+    for name, key in mapping.switches.items():
+        is_on = hf_config.get(name, True)
+        if type(is_on) not in (bool, int):
+            yield name, is_on, "must be true or false"
+        elif not is_on:
+            fields[key] = 0
+    if mapping.has_latent_attention:
+        yield from _read_latent_attention(mapping, hf_config, invalid, fields)
+    if mapping.scales_embeddings and "hidden_size" not in invalid and "dim" in fields:
+        fields["embedding_scale"] = fields["dim"] ** 0.5
+
+
+def _read_latent_attention(
+    mapping: HFMapping, hf_config: Json, invalid: set[str], fields: Json
+) -> Iterator[Problem]:
+    """Read the width of a head, which has a part with and a part without positions."""
+    name = "qk_nope_head_dim"
+    limits = LIMITS["head_dim"]
+    value: Any = hf_config.get(name, mapping.defaults.get(name))
+    rope = fields.get("rope_head_dim")
+    if not _is_within(value, limits):
+        yield name, value, *_describe_limits(limits)
+    elif "qk_rope_head_dim" not in invalid and type(rope) is int:
+        fields["head_dim"] = value + rope
+        for other, expected in (("qk_head_dim", value + rope), ("head_dim", rope)):
+            if hf_config.get(other, expected) != expected:
+                yield other, hf_config[other], f"must be {expected}"
 
 
 def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
@@ -228,112 +354,82 @@ def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
             yield name, value, f"must be {json.dumps(only)}"
 
 
-def _check_attention(mapping: HFMapping, hf_config: Json, max_seq_len: Any) -> Iterator[Problem]:
-    """Yield an error for each kind of attention that weft lacks."""
-    if mapping.default_sliding_window is not None:
-        window = hf_config.get("sliding_window", mapping.default_sliding_window)
-        if type(max_seq_len) is type(window) is int and window < max_seq_len:
-            rule = f"is less than max_position_embeddings={max_seq_len}; weft has no sliding window"
-            remedy = "set max_position_embeddings to the window; shorter sequences do not change"
-            yield "sliding_window", window, rule, remedy
-    types = hf_config.get("layer_types")
-    is_full = isinstance(types, list) and types and all(kind == "full_attention" for kind in types)
-    if types is not None and not is_full:
-        yield "layer_types", types, 'must be "full_attention" for each layer'
-
-
 def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
     """Yield an error for each field that may change what the model computes."""
-    known = {"architectures", "model_type", "layer_types"}
-    known |= {*FIELDS, *mapping.fixed_fields, *IGNORED_FIELDS, *mapping.ignored_fields}
-    if mapping.default_sliding_window is not None:
-        known.add("sliding_window")
+    known = {"architectures", "model_type", "layer_types", mapping.expert_layers}
+    known |= {*mapping.all_fields, *mapping.fixed_fields, *IGNORED_FIELDS, *mapping.ignored_fields}
+    known |= {*mapping.switches}
+    if mapping.has_latent_attention:
+        known |= {"qk_nope_head_dim", "qk_head_dim", "head_dim"}
+    if mapping.has_mtp:
+        known.add("num_nextn_predict_layers")
+    if mapping.rope_layers == "no_rope_layers":
+        known |= {"no_rope_layers", "no_rope_layer_interval"}
+    if layers := mapping.layers:
+        known.add(layers.window[0])
+        known |= {"use_sliding_window"} if layers.switch else set()
+        known |= {"max_window_layers"} if layers.default == "max_window_layers" else set()
+        known |= {"sliding_window_pattern"} if "G" in layers.default else set()
+    if mapping.rope.has_original_field:
+        known.add("original_max_position_embeddings")
+    quantization = given.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if mapping.quantization and method == mapping.quantization:
+        known.add("quantization_config")
     for name, value in given.items():
-        if name not in known and not name.startswith(("_", "rope_")):
+        is_rope = name.startswith("rope_") or name == "partial_rotary_factor"
+        if name not in known and not name.startswith("_") and not is_rope:
             remedy = REMEDIES.get(name, "remove it if it does not change what the model computes")
             yield name, value, f"is not a known field of {mapping.name}", remedy
 
 
-def _rename_errors(errors: list[ConfigError], out_of_range: set[str]) -> Iterator[Problem]:
+def _rename_errors(
+    mapping: HFMapping, errors: list[ConfigError], reported: set[str]
+) -> Iterator[Problem]:
     """Yield the errors of a configuration as errors of Hugging Face's fields."""
-    hf_names = {f"model.{field}": name for name, field in FIELDS.items()}
-    hf_names |= {
-        f"model.{field}": f"rope_scaling.{name}" for name, field in ROPE_SCALING_FIELDS.items()
-    }
-    invalid_keys = {error.key for error in errors}
+    hf_names = {f"model.{key}": f"rope_scaling.{name}" for name, (key, _) in ROPE_LIMITS.items()}
+    hf_names |= {f"model.{key}": name for name, e in mapping.all_fields.items() for key in e.keys}
+    hf_names |= {"model.rope_fraction": "partial_rotary_factor", "model.rope_theta": "rope_theta"}
+    invalid_keys, reported = {error.key for error in errors}, set(reported)
     for error in errors:
         name = hf_names.get(error.key, error.key.removeprefix("model."))
         # An error that depends on another error may be its consequence.
-        if invalid_keys.isdisjoint(error.depends) and name not in out_of_range:
+        if invalid_keys.isdisjoint(error.depends) and name not in reported:
+            reported.add(name)  # a field may set several keys
             rule = re.sub(r"model\.\w+", lambda m: hf_names.get(m[0], m[0]), error.rule)
             yield name, error.value, rule
 
 
-def _check_numbers(given: Json) -> Iterator[Problem]:
+def _check_numbers(mapping: HFMapping, given: Json) -> Iterator[Problem]:
     """Yield an error for each value that is not a number in its range."""
-    scaling = given.get("rope_scaling") or given.get("rope_parameters")
-    values = dict(given)
-    for rope in (given.get("rope_parameters"), scaling):
-        if isinstance(rope, dict):
-            values |= {f"rope_scaling.{name}": value for name, value in rope.items()}
-            values |= {name: rope[name] for name in ("rope_theta",) if name in rope}
-    remedy = "download config.json again, or do not use it"
-    for name, (least, most) in INT_RANGES.items():
-        value = values.get(name)
-        if value is not None and not (type(value) is int and least <= value <= most):
-            yield name, value, f"must be an integer from {least} to {most:,}", remedy
-    for name, (low, high) in FLOAT_RANGES.items():
-        value = values.get(name)
-        if value is not None and not (type(value) in (int, float) and low <= value <= high):
-            yield name, value, f"must be a number from {low:g} to {high:g}", remedy
+    for name, entry in mapping.all_fields.items():
+        limits = entry.limits or LIMITS.get(entry.keys[0])
+        value = given.get(name)
+        if value is not None and limits and not entry.choices and not _is_within(value, limits):
+            yield name, value, *_describe_limits(limits)
+    if mapping.layers:
+        name, key = mapping.layers.window
+        if (value := given.get(name)) is not None and not _is_within(value, LIMITS[key]):
+            yield name, value, *_describe_limits(LIMITS[key])
 
 
-def _read_rope(given: Json, fields: Json, scales_rope: bool) -> Iterator[Problem]:
-    """Read rotary positions, in the fields of transformers 4 or 5.
+def _is_within(value: object, limits: Limits) -> bool:
+    kinds = (int,) if limits.kind is int else (int, float)
+    if type(value) not in kinds:
+        return False
+    return limits.least <= value <= limits.most  # type: ignore[operator]
 
-    transformers 5 replaced ``rope_theta`` and ``rope_scaling`` by ``rope_parameters``.  Yields
-    problems.
 
-    Args:
-        given: fields of ``config.json`` that are not null.
-        fields: receives weft's fields.
-        scales_rope: True if the family has Llama 3.1's scaling.
-    """
-    both = [given[name] for name in ("rope_scaling", "rope_parameters") if given.get(name)]
-    if len(both) == 2 and both[0] != both[1]:
-        yield ("rope_scaling", both[0], "contradicts rope_parameters", "remove one of them")
-    rope = both[0] if both else {}
-    if not isinstance(rope, dict):
-        yield ("rope_scaling", rope, "must be an object, or null")
-        rope = {}
-    rope = {name: value for name, value in rope.items() if value is not None}
-    fields["rope_theta"] = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
-    legacy = rope.pop("type", "default")
-    kind = rope.pop("rope_type", legacy)
-    for tree in (rope, given):
-        factor = tree.pop("partial_rotary_factor", 1.0)
-        if factor != 1.0:
-            yield ("partial_rotary_factor", factor, "must be 1.0")
-    kinds = ("llama3", "default") if scales_rope else ("default",)
-    if scales_rope:
-        fields["rope_scaling"] = kind == "llama3"
-    if kind not in kinds:
-        yield (
-            "rope_scaling.rope_type",
-            kind,
-            f"must be {' or '.join(repr(name) for name in kinds)}",
-        )
-        return
-    for hf_field, field in ROPE_SCALING_FIELDS.items() if kind == "llama3" else ():
-        if hf_field in rope:
-            fields[field] = rope.pop(hf_field)
-        else:
-            yield (f"rope_scaling.{hf_field}", MISSING, "is missing", "add it")
-    for name, value in rope.items():
-        yield (f"rope_scaling.{name}", value, f"is not a field of rope_type {kind!r}")
-    for name in given:
-        if name.startswith("rope_") and name not in ROPE_FIELDS:
-            yield (name, given[name], "is not a known field")
+def _describe_limits(limits: Limits) -> tuple[str, str]:
+    """Return rule and remedy of a number outside of its limits."""
+    least, most = limits.least, limits.most
+    is_int = limits.kind is int
+    rule = (
+        f"must be an integer from {least} to {most:,}"
+        if is_int
+        else (f"must be a number from {least:g} to {most:g}")
+    )
+    return rule, "download config.json again, or do not use it"
 
 
 def _short(value: object) -> object:

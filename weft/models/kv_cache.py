@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from weft.models.layers import Attention, attend
+from weft.models.attention import DEFAULT_OPTIONS, AttentionOptions, attend
 
 
 class KeyValueCache:
@@ -29,16 +30,23 @@ class KeyValueCache:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.positions_BT = torch.empty(0, 0, dtype=torch.int64)
-        self.mask_B1TS: Tensor | None = None  # None: causal, from position 0
-        self.cached_len = 0
+        self.cached_len = 0  # 0: the pass starts at position 0
 
     def set_positions(self, positions_BT: Tensor, reset: bool) -> None:
         """Set the position of each token of the next pass; ``reset``: restart at 0."""
-        self.positions_BT, self.mask_B1TS = positions_BT, None
-        if not reset:
-            self.cached_len = int(positions_BT.max()) + 1
-            slots_S = torch.arange(self.cached_len, device=positions_BT.device)
-            self.mask_B1TS = (slots_S <= positions_BT.unsqueeze(2)).unsqueeze(1)
+        self.positions_BT = positions_BT
+        self.cached_len = 0 if reset else int(positions_BT.max()) + 1
+
+    def mask(self, options: AttentionOptions) -> Tensor:
+        """Return which slots the new tokens see, bool ``[B, 1, T, S]``."""
+        positions_BT1 = self.positions_BT.unsqueeze(2)
+        slots_S = torch.arange(self.cached_len, device=positions_BT1.device)
+        mask_BTS = slots_S <= positions_BT1
+        if options.window:
+            mask_BTS &= slots_S > positions_BT1 - options.window
+        if options.chunk:
+            mask_BTS &= slots_S >= positions_BT1 // options.chunk * options.chunk
+        return mask_BTS.unsqueeze(1)
 
 
 class _CachedAttention:
@@ -50,20 +58,25 @@ class _CachedAttention:
         self.v_BSGK: Tensor | None = None
 
     def __call__(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | BlockMask | None
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        mask: Tensor | BlockMask | None,
+        options: AttentionOptions = DEFAULT_OPTIONS,
     ) -> Tensor:
-        assert mask is None, "packed documents cannot be cached"
         cache = self.cache
         if self.k_BSGK is None or self.v_BSGK is None:
-            shape = (k_BTGK.shape[0], cache.max_tokens, *k_BTGK.shape[2:])
-            self.k_BSGK, self.v_BSGK = k_BTGK.new_zeros(shape), v_BTGK.new_zeros(shape)
+            self.k_BSGK, self.v_BSGK = (
+                x.new_zeros((x.shape[0], cache.max_tokens, *x.shape[2:])) for x in (k_BTGK, v_BTGK)
+            )
         batch_B1 = torch.arange(k_BTGK.shape[0], device=k_BTGK.device).unsqueeze(1)
         self.k_BSGK[batch_B1, cache.positions_BT] = k_BTGK
         self.v_BSGK[batch_B1, cache.positions_BT] = v_BTGK
-        if cache.mask_B1TS is None:
-            return attend(q_BTHK, k_BTGK, v_BTGK, None)
+        if not cache.cached_len:
+            return attend(q_BTHK, k_BTGK, v_BTGK, None, options)
         k_BSGK, v_BSGK = self.k_BSGK[:, : cache.cached_len], self.v_BSGK[:, : cache.cached_len]
-        return attend(q_BTHK, k_BSGK, v_BSGK, cache.mask_B1TS)
+        return attend(q_BTHK, k_BSGK, v_BSGK, cache.mask(options), options)
 
 
 @contextmanager
@@ -72,7 +85,7 @@ def use_kv_cache(blocks: Iterable[nn.Module], max_tokens: int) -> Iterator[KeyVa
 
     It replaces the ``attend`` function of every layer, as context parallelism does in training.
     """
-    layers = [m for block in blocks for m in block.modules() if isinstance(m, Attention)]
+    layers: list[Any] = [m for block in blocks for m in block.modules() if hasattr(m, "attend")]
     original_attends = [layer.attend for layer in layers]
     cache = KeyValueCache(max_tokens)
     for layer in layers:

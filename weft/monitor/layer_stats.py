@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from weft.config.schema import steps_of
 from weft.monitor.jsonl import JsonlFile, is_number, read_records
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
+from weft.parallel.tied_parameters import is_second_copy
 
 # In the order of a step.
 KINDS = ("activation", "gradient", "parameter")
@@ -196,7 +197,9 @@ class LayerStats:
             for index, (name, module) in enumerate(modules.items()):
                 # The fused loss never has all logits of the head at once.
                 if not isinstance(module, nn.Linear):
-                    self.layers[name], self._positions[name] = module, (stage, index)
+                    # Of a tied parameter's two modules on a rank, only the first has outputs.
+                    self.layers.setdefault(name, module)
+                    self._positions.setdefault(name, (stage, index))
         self._params = params
         # For each kind and name: the number of tokens, and sums.
         self._sums: dict[tuple[str, str], list[tuple[int, TensorSums]]] = {}
@@ -258,7 +261,7 @@ class LayerStats:
 
     def _record(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            if owns_shard(tensor):
+            if owns_shard(self._params[name]):
                 self._sums[kind, name] = [(0, compute_sums(to_local(tensor)))]
 
     def _gather_rows(self, step: int) -> list[dict[str, Any]]:
@@ -307,7 +310,8 @@ def owns_shard(tensor: Tensor) -> bool:
         return dist.get_rank() == 0  # replicated on all ranks
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     indices = zip(coordinate, tensor.placements, strict=True)
-    return not any(index for index, placement in indices if placement.is_replicate())
+    has_earlier = any(index for index, placement in indices if placement.is_replicate())
+    return not (has_earlier or is_second_copy(tensor))
 
 
 def reduce_sums(entries: Iterable[tuple[int, TensorSums]]) -> list[float]:

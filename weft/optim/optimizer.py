@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.config.errors import lookup
 from weft.config.schema import OptimSection
-from weft.optim.lean import LowPrecisionAdamW
-from weft.optim.muon import Muon
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 from weft.parallel.private import set_grad_scaling, to_group_device
+from weft.parallel.tied_parameters import is_second_copy
 
 # (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``names`` of its
 # parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of the
@@ -26,20 +26,21 @@ BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 def build_adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
     """Build AdamW (Loshchilov and Hutter, 2019) with the fused kernel."""
     if optim.state_dtype != "float32":
-        return LowPrecisionAdamW(groups, state_dtype=optim.state_dtype, **_adamw_options(optim))
-    return torch.optim.AdamW(groups, fused=True, **_adamw_options(optim))
+        adamw: type[Optimizer] = lookup("weft.optim.lean:LowPrecisionAdamW", {})
+        options: dict[str, Any] = {"state_dtype": optim.state_dtype, **adamw_options(optim)}
+        return adamw(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **adamw_options(optim))
 
 
-def build_muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
-    """Build Muon for the blocks' matrices, AdamW for the rest; see `weft.optim.muon`."""
-    return Muon(groups, momentum=optim.momentum, **_adamw_options(optim))
-
-
-def _adamw_options(optim: OptimSection) -> dict[str, Any]:
+def adamw_options(optim: OptimSection) -> dict[str, Any]:
+    """Return the arguments that AdamW and its relatives share."""
     return {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
 
 
-OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": build_adamw, "muon": build_muon}
+OPTIMIZERS: dict[str, BuildOptimizer | str] = {
+    "adamw": build_adamw,
+    "muon": "weft.optim.muon:build_muon",
+}
 
 
 def build_optimizer(
@@ -189,7 +190,7 @@ def compute_grad_norm(
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for param in params:
         grad = param.grad
-        if grad is None:
+        if grad is None or is_second_copy(param):
             continue
         groups: tuple[dist.ProcessGroup, ...] = ()
         if is_dtensor(grad):

@@ -9,7 +9,6 @@ comment at each step says why the step has this position.  `weft.train.setup` ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -154,12 +153,11 @@ def _shard_tensors(
 ) -> None:
     from weft.parallel.tensor_parallel import apply_tensor_parallel
 
-    config: Any = plan.model
     apply_tensor_parallel(
         model,
         mesh.param_mesh["tp"],
         sharding,
-        config.num_kv_heads,
+        plan.model,
         plan.sequence_parallel,
         gathers_float8=plan.float8 == "tensorwise",
         # One product costs a copy of the weights.  It pays if async TP then overlaps more.

@@ -7,12 +7,21 @@ denominator.  The outputs are averaged in float32 with the weights ``exp(lse_of_
 lse_of_all)``.  The backward pass of a block is that of flash attention, with the output and
 log-sum-exp of *all* blocks in place of the block's own.
 
-Causality excludes some blocks, which are not in the list.  No block needs a mask.
+Causality excludes some blocks, which are not in the list.  A mask is needed only at the edge of a
+sliding window.
 
 *Documents.*  A document is contiguous, so its queries in one chunk and its keys in an earlier chunk
 are also a block without a mask, and inside one chunk it is causal.  The list follows from the
 document ids, which are on the host: no rank waits for a device or for another rank.  Each document
-needs a kernel.  *Ulysses* needs one for all, and is the better method for short documents.
+needs a kernel.  *Ulysses* needs one for all, and is the better method for short documents.  Layers
+with attention in chunks see each chunk as a document.
+
+*Windows.*  Queries are split into tiles.  Some keys before a tile are visible to all its queries,
+without a mask; a tile's own keys too, if it is not longer than the window.  The other blocks, and
+all blocks of layers with a limit of the scores, have their scores in memory (`_explicit`): no
+kernel with a log-sum-exp takes such a mask or limit on every device.
+
+*Sinks* are a logit in the denominator, which joins the log-sum-exp after the last block.
 
 *Operators.*  The public ``F.scaled_dot_product_attention`` neither returns the log-sum-exp nor has
 such a backward, so this module calls private operators of PyTorch, as PyTorch's own ring attention
@@ -21,7 +30,7 @@ does (pytorch#122460).  A test compares their schemas, and no other module of we
     used                                operator, after _scaled_dot_product_
     on CPU                              flash_attention_for_cpu
     where PyTorch prefers cuDNN         cudnn_attention
-    in 16 bit, if K is divisible by 8   flash_attention
+    in 16 bit, if 8 divides K <= 256    flash_attention
     else                                efficient_attention: one key head per query head
 
 cuDNN prepares a plan for each new shape, which takes tens of milliseconds (pytorch#191576).  Blocks
@@ -39,9 +48,10 @@ head h reads head ``h // (H / G)``), K head dim.  E = 2 B: keys, then values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise, product
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, pairwise, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +59,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from weft.models.attention import DEFAULT_OPTIONS, AttentionOptions
 from weft.models.layers import is_fake
 from weft.parallel.compile import run_compiled
 
@@ -74,12 +85,14 @@ class AttentionBlock(NamedTuple):
         keys: slice of the source's S tokens.
         causal: query i of the block attends to its keys 0 to i; else to all.
         sequence: slice of one sequence, of which these are tokens of a document; else of all.
+        first: query i does not attend to the keys before key ``i + first``; None: no such limit.
     """
 
     queries: slice
     keys: slice
     causal: bool
     sequence: slice = slice(None)
+    first: int | None = None
 
 
 # One list per source.  The first block of each query is causal, and no other block is.
@@ -91,10 +104,28 @@ class DocumentBlocks:
 
     Compiled code and FSDP pass an object through.  With lists, Dynamo would guard on their contents
     and recompile for every pattern of documents.
+
+    Args:
+        documents_BT: ids of full sequences, on the host; a document is a run of equal ids.
+        rank: see `document_blocks`.
+        size: see `document_blocks`.
+        load_balance: see `document_blocks`.
+        ring: see `document_blocks`.
     """
 
-    def __init__(self, blocks: BlocksBySource) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, documents_BT: Tensor, rank: int, size: int, load_balance: bool, ring: bool
+    ) -> None:
+        boundaries = _document_boundaries(documents_BT)
+        self._list = partial(document_blocks, boundaries, rank, size, load_balance, ring)
+        self._lists: dict[Any, BlocksBySource] = {}
+
+    def select(self, options: AttentionOptions) -> BlocksBySource:
+        """Return the blocks of layers with these options; the first call lists them."""
+        limits = options.window, options.chunk, options.softcap > 0
+        if limits not in self._lists:
+            self._lists[limits] = self._list(*limits)
+        return self._lists[limits]
 
 
 def ring_blocks(rank: int, size: int, num_local: int, load_balance: bool) -> BlocksBySource:
@@ -144,45 +175,67 @@ def _chunk_size(num_local: int, size: int, load_balance: bool) -> int:
     return num_local // 2 if load_balance else num_local
 
 
+MAX_TILE = 512  # queries of a block whose scores are in memory
+
+
 def document_blocks(
-    documents_BT: Tensor, rank: int, size: int, load_balance: bool, ring: bool
+    boundaries: list[list[int]],
+    rank: int,
+    size: int,
+    load_balance: bool,
+    ring: bool,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: bool = False,
 ) -> BlocksBySource:
-    """Return `ring_blocks` or `allgather_blocks` without attention between documents.
+    """Return a rank's blocks, without attention between documents or beyond a window.
 
     Args:
-        documents_BT: ids of full sequences, on the host; a document is a run of equal ids.
+        boundaries: where each document of each sequence begins, then T.
         rank: index of the rank.
         size: number of ranks.
         load_balance: see `chunks_of_rank`.
         ring: each rank is a source; else the only source is the full sequence.
+        window: see `weft.models.attention.AttentionOptions`.
+        chunk: see there; chunks are counted from the start of a document.
+        softcap: all scores are in memory, so blocks have at most `MAX_TILE` queries.
     """
-    boundaries = _document_boundaries(documents_BT)
-    num_local = documents_BT.shape[1] // size
+    num_tokens = boundaries[0][-1]
+    num_local = num_tokens // size
+    window, chunk = (limit if limit < num_tokens else 0 for limit in (window, chunk))
+    sequences = [slice(i, i + 1) for i in range(len(boundaries))]
     if all(len(starts) == 2 for starts in boundaries):  # one document in each sequence
-        return (ring_blocks if ring else allgather_blocks)(rank, size, num_local, load_balance)
+        if not (window or chunk or softcap):
+            return (ring_blocks if ring else allgather_blocks)(rank, size, num_local, load_balance)
+        boundaries, sequences = boundaries[:1], [slice(None)]
+    if chunk:
+        boundaries = [
+            [*chain.from_iterable(range(b, e, chunk) for b, e in pairwise(starts)), num_tokens]
+            for starts in boundaries
+        ]
     width = _chunk_size(num_local, size, load_balance)
     chunks = [chunks_of_rank(source, size, load_balance) for source in range(size)]
     blocks: BlocksBySource = [[] for _ in range(size if ring else 1)]
-    for i, chunk in enumerate(chunks[rank]):
-        start, end = chunk * width, (chunk + 1) * width
+    for i, own in enumerate(chunks[rank]):
+        start, end = own * width, (own + 1) * width
         # Keys that are not later: begin and end in the sequence, and index of the first.
         keys = [[(0, start, 0), (start, end, start)]]
         if ring:
             keys = [
-                [(c * width, (c + 1) * width, j * width) for j, c in enumerate(each) if c <= chunk]
+                [(c * width, (c + 1) * width, j * width) for j, c in enumerate(each) if c <= own]
                 for each in chunks
             ]
-        for sequence, starts in enumerate(boundaries):
+        for sequence, starts in zip(sequences, boundaries, strict=True):
             documents = [(b, e) for b, e in pairwise(starts) if b < end and e > start]
             for (b, e), (of_source, ranges) in product(documents, zip(blocks, keys, strict=True)):
-                queries = _intersect(b, e, start, end, i * width)
+                queries = range(max(b, start), min(e, end))
                 for first, last, index in ranges:
-                    if max(b, first) < min(e, last):
-                        block = AttentionBlock(
-                            queries,
-                            _intersect(b, e, first, last, index),
-                            causal=first == start,
-                            sequence=slice(sequence, sequence + 1),
+                    earlier = range(max(b, first), min(e, last))
+                    for part in _split(queries, earlier, window or num_tokens, softcap):
+                        block = part._replace(
+                            queries=_shift(part.queries, i * width - start),
+                            keys=_shift(part.keys, index - first),
+                            sequence=sequence,
                         )
                         of_source.append(block)
     for of_source in blocks:
@@ -190,12 +243,29 @@ def document_blocks(
     return blocks
 
 
-def _intersect(begin: int, end: int, first: int, last: int, index: int) -> slice:
-    """Return a document's slice of the tokens from ``first`` to ``last``.
+def _split(queries: range, keys: range, window: int, must_tile: bool) -> Iterator[AttentionBlock]:
+    """Yield blocks of positions, for keys that are the queries or come before them."""
+    causal = queries == keys
+    must_tile = must_tile or queries.stop - keys.start > window
+    tile = MAX_TILE if must_tile else len(queries)
+    for start in range(queries.start, queries.stop, tile):
+        stop, end = min(start + tile, queries.stop), start if causal else keys.stop
+        own = slice(start, stop)
+        if causal:
+            yield AttentionBlock(
+                own, own, True, first=1 - window if stop - start > window else None
+            )
+        full = min(max(keys.start, stop - window), end)  # the last query sees the keys from here
+        if full < end:
+            yield AttentionBlock(own, slice(full, end), causal=False)
+        first = max(keys.start, start - window + 1)  # the first query sees the keys from here
+        if first < full:
+            some = slice(start, min(stop, full + window - 1))  # others see none of them
+            yield AttentionBlock(some, slice(first, full), False, first=start - window + 1 - first)
 
-    The token at position ``first`` has ``index``.
-    """
-    return slice(max(begin, first) - first + index, min(end, last) - first + index)
+
+def _shift(positions: slice, offset: int) -> slice:
+    return slice(positions.start + offset, positions.stop + offset)
 
 
 def _document_boundaries(documents_BT: Tensor) -> list[list[int]]:
@@ -219,11 +289,12 @@ def accumulate_block(
     out_BLHK: Tensor,
     lse_BHL: Tensor,
     compiled: bool,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Merge a block into ``out_BLHK`` and ``lse_BHL``, which are float32 or wider."""
     index = block.sequence, block.queries
     k_BSGK, v_BSGK = _keys_and_values(kv_ESGK, block)
-    new_BQHK, new_BHQ = attend_block(q_BLHK[index], k_BSGK, v_BSGK, block)
+    new_BQHK, new_BHQ = attend_block(q_BLHK[index], k_BSGK, v_BSGK, block, options)
     out_BQHK, lse_BHQ = out_BLHK[index], lse_BHL[block.sequence, :, block.queries]
     if block.causal:  # the first of its queries
         out_BQHK.copy_(new_BQHK)
@@ -250,6 +321,7 @@ def accumulate_block_grad(
     block: AttentionBlock,
     sums: tuple[Tensor, Tensor],
     compiled: bool,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Add a block's gradients to ``sums``.
 
@@ -260,13 +332,14 @@ def accumulate_block_grad(
         block: queries and keys, as slices.
         sums: gradients of the queries, and of keys and values; float32, changed in place.
         compiled: True to compile the sums, if their shapes are the same in all steps.
+        options: scale and softcap of the layer.
     """
     (q_BLHK, out_BLHK, lse_BHL), (dq_BLHK, dkv_ESGK) = saved, sums
     index = block.sequence, block.queries
     k_BSGK, v_BSGK = _keys_and_values(kv_ESGK, block)
     lse_BHQ = lse_BHL[block.sequence, :, block.queries]
     new = attend_block_backward(
-        grad_BLHK[index], q_BLHK[index], k_BSGK, v_BSGK, out_BLHK[index], lse_BHQ, block
+        grad_BLHK[index], q_BLHK[index], k_BSGK, v_BSGK, out_BLHK[index], lse_BHQ, block, options
     )
     sum_BSGK = _keys_and_values(dkv_ESGK, block)
     _sum(add_gradients, block, compiled, dq_BLHK[index], sum_BSGK, *new)
@@ -304,7 +377,11 @@ def empty_float32(x: Tensor) -> Tensor:
 
 
 def attend_block(
-    q_BQHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, block: AttentionBlock
+    q_BQHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    block: AttentionBlock,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of ``Q`` queries to ``S`` keys.
 
@@ -313,14 +390,15 @@ def attend_block(
         k_BSGK: as ``q_BQHK``, with its dtype; G divides H.
         v_BSGK: as ``k_BSGK``.
         block: says which keys a query attends to; ``causal`` requires Q = S.
+        options: scale and softcap of the layer; the block has its window and chunk.
 
     Returns:
         The output ``[B, Q, H, K]`` in the dtype of the queries, and the log-sum-exp
         ``[B, H, Q]`` in float32 (float64 for float64).
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BQHK, k_BSGK, v_BSGK))
-    forward, _ = _choose_kernel(q, k, v, block)
-    out, lse = forward(q, k, v, block.causal)
+    forward, _, mode = _choose_kernel(q, k, v, block, options)
+    out, lse = forward(q, k, v, **mode)
     return out.transpose(1, 2), lse
 
 
@@ -332,6 +410,7 @@ def attend_block_backward(
     out_BQHK: Tensor,
     lse_BHQ: Tensor,
     block: AttentionBlock,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a block's contribution to the gradients of queries, keys and values.
 
@@ -343,96 +422,104 @@ def attend_block_backward(
         out_BQHK: output over all blocks.
         lse_BHQ: log-sum-exp over all blocks.
         block: see `attend_block`.
+        options: see `attend_block`.
 
     Returns:
         Gradients in the shapes and dtypes of queries, keys and values.
     """
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BQHK, q_BQHK, k_BSGK, v_BSGK, out_BQHK))
-    _, backward = _choose_kernel(q, k, v, block)
-    dq, dk, dv = (x.transpose(1, 2) for x in backward(grad, q, k, v, out, lse_BHQ, block.causal))
+    _, backward, mode = _choose_kernel(q, k, v, block, options)
+    dq, dk, dv = (x.transpose(1, 2) for x in backward(grad, q, k, v, out, lse_BHQ, **mode))
     return dq, dk, dv
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _choose_kernel(
-    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock
-) -> tuple[Forward, Backward]:
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, options: AttentionOptions
+) -> tuple[Forward, Backward, dict[str, Any]]:
+    """Return a kernel, its backward, and the keywords of both."""
+    mode: dict[str, Any] = {
+        "is_causal": block.causal,
+        "scale": options.scale or q.shape[-1] ** -0.5,
+    }
+    if block.first is not None or options.softcap:
+        limits = {"first": block.first, "softcap": options.softcap}
+        return _explicit, _explicit_backward, mode | limits
     if q.device.type == "cpu":
-        return _cpu, _cpu_backward
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8:
-        return _efficient, _efficient_backward
+        return _cpu, _cpu_backward, mode
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return _efficient, _efficient_backward, mode
     if block.sequence == slice(None):
         # In the order of `weft.train.setup.fastest_attention`.
         choice = torch._fused_sdp_choice(q, k, v, is_causal=block.causal, enable_gqa=True)
         if choice == SDPBackend.CUDNN_ATTENTION.value:
-            return _cudnn, _cudnn_backward
-    return _flash, _flash_backward
+            return _cudnn, _cudnn_backward, mode
+    return _flash, _flash_backward, mode
 
 
 # --------------------------------------------------------- kernels, in [B, heads, tokens, K]
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+def _cpu(q: Tensor, k: Tensor, v: Tensor, **mode: Any) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **mode)
     return out, lse
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mode: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal
+        grad, q, k, v, out, lse, 0.0, **mode
     )
     return dq, dk, dv
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, **mode: Any) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, **mode)
     assert lse.is_contiguous(), "unset TORCH_CUDNN_SDPA_AVOID_RECOMPILE, which changes the layout"
     return out, lse.squeeze(-1)
 
 
 def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mode: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, out, lse = _contiguous(grad), _contiguous(out), lse.contiguous().unsqueeze(-1)
     unused, lengths = q.new_empty((), dtype=torch.int64), (q.shape[2], k.shape[2])
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse, unused, unused, None, None, None, *lengths, 0.0, causal
+        grad, q, k, v, out, lse, unused, unused, None, None, None, *lengths, 0.0, **mode
     )
     return dq, dk, dv
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
+def _flash(q: Tensor, k: Tensor, v: Tensor, **mode: Any) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, **mode)
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mode: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The operator reads the state of the random generator only with dropout.
     state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
+    mode |= {"philox_seed": state, "philox_offset": unused}
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, state, unused
+        grad, q, k, v, out, lse, None, None, *lengths, 0.0, **mode
     )
     return dq, dk, dv
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, **mode: Any) -> tuple[Tensor, Tensor]:
     k, v = (_repeat_kv(x, q.shape[1]) for x in (k, v))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, is_causal=causal
-    )
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, **mode)
     return out, lse[..., : q.shape[2]]  # the operator pads it to a multiple of 32
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mode: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, unused = k.shape[1], q.new_empty((), dtype=torch.int64)
     k, v = (_repeat_kv(x, q.shape[1]) for x in (k, v))
@@ -440,10 +527,56 @@ def _efficient_backward(
     lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
     needs_grad = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, _contiguous(out), lse, unused, unused, 0.0, needs_grad, causal
+        grad, q, k, v, None, _contiguous(out), lse, unused, unused, 0.0, needs_grad, **mode
     )
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, **mode: Any) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, **mode)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("bgrqs,bgsk->bgrqk", (scores - lse.unsqueeze(-1)).exp(), v.to(lse.dtype))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def _explicit_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mode: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, dtype, softcap = _scores(q, k, **mode), q.dtype, mode["softcap"]
+    k, v = k.to(lse.dtype), v.to(lse.dtype)
+    grad, q, out, lse = (_group_heads(x.to(lse.dtype), k) for x in (grad, q, out, lse))
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    dweights = torch.einsum("bgrqk,bgsk->bgrqs", grad, v)
+    dscores = weights * (dweights - (grad * out).sum(-1, keepdim=True)) * mode["scale"]
+    if softcap:
+        dscores *= 1 - (scores.clamp(min=-softcap) / softcap).square()  # hidden scores are -inf
+    dq = torch.einsum("bgrqs,bgsk->bgrqk", dscores, k).flatten(1, 2)
+    dk, dv = (torch.einsum("bgrqs,bgrqk->bgsk", x, y) for x, y in ((dscores, q), (weights, grad)))
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _scores(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float, first: int | None, softcap: float
+) -> Tensor:
+    """Return the float32 scores ``[B, G, H / G, Q, S]``, -inf where hidden."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k = _group_heads(q.to(dtype), k), k.to(dtype)
+    scores = torch.einsum("bgrqk,bgsk->bgrqs", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys_S, queries_Q = (torch.arange(n, device=q.device) for n in (k.shape[2], q.shape[3]))
+    distances_QS = keys_S - queries_Q.unsqueeze(1)
+    if is_causal:
+        scores = scores.masked_fill(distances_QS > 0, -torch.inf)
+    if first is not None:
+        scores = scores.masked_fill(distances_QS < first, -torch.inf)
+    return scores
+
+
+def _group_heads(x: Tensor, k: Tensor) -> Tensor:
+    """Split the heads of queries into those that share a key head."""
+    return torch.unflatten(x, 1, (k.shape[1], -1))
 
 
 def _contiguous(x: Tensor) -> Tensor:

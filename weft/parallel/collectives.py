@@ -96,6 +96,9 @@ scatter_sequence = with_adjoint(_reduce_scatter, _all_gather)
 copy_to_ranks = with_adjoint(_identity, _all_reduce)
 sum_over_ranks = with_adjoint(_all_reduce, _identity)
 
+# Sum that every rank uses for a part of the result, so that gradients are summed too.
+all_reduce = with_adjoint(_all_reduce, _all_reduce)
+
 
 def exchange_rows(
     x_RD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup

@@ -38,31 +38,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from weft.models.attention import DEFAULT_OPTIONS, Attend, AttentionOptions
 from weft.models.layers import run_function
 from weft.parallel.block_attention import (
     BlocksBySource,
     DocumentBlocks,
     accumulate_block,
     accumulate_block_grad,
-    allgather_blocks,
     chunks_of_rank,
     document_blocks,
     empty_float32,
-    ring_blocks,
+    merge_block,
 )
 from weft.parallel.collectives import with_adjoint
 from weft.parallel.private import all_gather, reduce_scatter
 
 CPMethod = Literal["ring", "allgather", "ulysses"]
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def apply_context_parallel(
@@ -79,10 +79,10 @@ def apply_context_parallel(
     passes *their positions*, which a rank cannot infer from its tokens, and `shard_documents`.
 
     The function replaces the attribute ``attend`` of each submodule that has one: a function
-    ``attend(q_BLHK, k_BLGK, v_BLGK, mask)`` that returns ``[B, L, H, K]``.  *ring* and *allgather*
-    compute plain causal attention, as `weft.models.layers.attend`; *ulysses* calls the replaced
+    ``attend(q_BLHK, k_BLGK, v_BLGV, mask, options)`` that returns ``[B, L, H, V]``.  *ring* and
+    *allgather* compute the same as `weft.models.attention.attend`; *ulysses* calls the replaced
     function.  ``model.mask``, if it exists, takes what `shard_documents` returns.  Only ``attend``
-    uses its result.
+    uses its result.  ``model.sequence_shards`` becomes the number of ranks.
 
     Ranks must run the same forward and backward passes in the same order.  All communication is on
     ``group``, so groups do not wait for each other.
@@ -106,7 +106,7 @@ def apply_context_parallel(
     if not attentions and not hasattr(model, "mask"):
         raise ValueError(
             f"{type(model).__name__} has no submodule with an attribute `attend`, so context "
-            "parallelism cannot replace its attention: see weft.models.layers.Attention"
+            "parallelism cannot replace its attention: see weft.models.attention.Attention"
         )
 
     for module in attentions:
@@ -119,9 +119,15 @@ def apply_context_parallel(
             disable: Any = torch.compiler.disable
             attend = disable(attend, reason="communicates asynchronously")
         module.attend = attend
-    if method != "ulysses" and hasattr(model, "mask"):
+    if hasattr(model, "mask"):
         decoder: Any = model
-        decoder.mask = lambda blocks: blocks
+        decoder.mask = partial(_local_mask, decoder.mask if method == "ulysses" else None)
+        decoder.sequence_shards = group.size()
+
+
+def _local_mask(mask: Callable[..., Any] | None, documents: Any, *args: Any) -> Any:
+    """Return the mask of full sequences; None if ``attend`` must make it."""
+    return documents if mask is None or documents is None else mask(documents, *args)
 
 
 # --------------------------------------------------------------------------- slices
@@ -173,7 +179,7 @@ def shard_documents(
     if cp_size == 1 or method == "ulysses":
         return documents_BT.to(device, non_blocking=True)
     is_ring = method == "ring"
-    return DocumentBlocks(document_blocks(documents_BT, cp_rank, cp_size, load_balance, is_ring))
+    return DocumentBlocks(documents_BT, cp_rank, cp_size, load_balance, is_ring)
 
 
 def unshard_sequence(x_CBL: Tensor, load_balance: bool) -> Tensor:
@@ -280,9 +286,11 @@ class BlockwiseAttention(torch.autograd.Function):
         q_BLHK: Tensor,
         k_BLGK: Tensor,
         v_BLGK: Tensor,
+        sinks_H: Tensor | None,
         blocks: BlocksBySource,
         exchange: RingExchange | AllGatherExchange,
         compiled: bool,
+        options: AttentionOptions,
     ) -> Tensor:
         """Merge the attention to each block."""
         out_BLHK = empty_float32(q_BLHK)
@@ -290,19 +298,22 @@ class BlockwiseAttention(torch.autograd.Function):
         lse_BHL = out_BLHK.new_empty(batch_size, num_heads, num_local)
         for source, kv_ESGK in exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
             for block in blocks[source]:
-                accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL, compiled)
+                accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL, compiled, options)
+        if sinks_H is not None:  # a key whose value is 0
+            sinks_H1 = sinks_H.to(lse_BHL.dtype).unsqueeze(1)
+            merge_block(out_BLHK, lse_BHL, torch.zeros_like(out_BLHK[:, :, :, :1]), sinks_H1)
         out_BLHK = out_BLHK.to(q_BLHK.dtype)
-        ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
-        ctx.blocks, ctx.exchange, ctx.compiled = blocks, exchange, compiled
+        ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, sinks_H, out_BLHK, lse_BHL)
+        ctx.blocks, ctx.exchange, ctx.compiled, ctx.options = blocks, exchange, compiled, options
         return out_BLHK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
         """Receive keys and values again; sum their gradients over the ranks."""
-        q_BLHK, k_BLGK, v_BLGK, *saved = ctx.saved_tensors
+        q_BLHK, k_BLGK, v_BLGK, sinks_H, out_BLHK, lse_BHL = ctx.saved_tensors
         dq_BLHK = empty_float32(q_BLHK).zero_()
-        grad_BLHK = grad_BLHK.contiguous()
+        grad_BLHK, saved = grad_BLHK.contiguous(), (q_BLHK, out_BLHK, lse_BHL)
 
         def iter_gradients() -> Iterator[Tensor]:
             for source, kv_ESGK in ctx.exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
@@ -310,13 +321,23 @@ class BlockwiseAttention(torch.autograd.Function):
                 sums = dq_BLHK, dkv_ESGK
                 for block in ctx.blocks[source]:
                     accumulate_block_grad(
-                        grad_BLHK, (q_BLHK, *saved), kv_ESGK, block, sums, ctx.compiled
+                        grad_BLHK, saved, kv_ESGK, block, sums, ctx.compiled, ctx.options
                     )
                 yield dkv_ESGK
 
         dkv_ELGK = ctx.exchange.reduce_gradients(iter_gradients())
         dk_BLGK, dv_BLGK = dkv_ELGK.to(k_BLGK.dtype).chunk(2)
-        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None, None
+        dsinks_H = None
+        if sinks_H is not None:
+            share_BHL = (sinks_H.to(lse_BHL.dtype).unsqueeze(1) - lse_BHL).exp()
+            products_BLH = (grad_BLHK * out_BLHK).sum(-1, dtype=lse_BHL.dtype)
+            dsinks_H = -torch.einsum("bhl,blh->h", share_BHL, products_BLH).to(sinks_H.dtype)
+        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, dsinks_H, *(None,) * 4
+
+
+@cache
+def _blocks_of_one_document(num_tokens: int, *args: Any) -> BlocksBySource:
+    return document_blocks([[0, num_tokens]], *args)
 
 
 def attend_blockwise(
@@ -326,19 +347,34 @@ def attend_blockwise(
     compiled: bool,
     q_BLHK: Tensor,
     k_BLGK: Tensor,
-    v_BLGK: Tensor,
+    v_BLGV: Tensor,
     mask: DocumentBlocks | None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute *ring* or *allgather* attention; see `apply_context_parallel`."""
-    is_ring, qkv = method == "ring", (q_BLHK, k_BLGK, v_BLGK)
+    is_ring, sinks_H, value_dim = method == "ring", options.sinks_H, v_BLGV.shape[-1]
+    scale = options.scale or q_BLHK.shape[-1] ** -0.5
+    options = options._replace(sinks_H=None, scale=scale)
     if mask is not None:
-        blocks = mask.blocks
+        blocks = mask.select(options)
     else:
-        blocks_of_rank = ring_blocks if is_ring else allgather_blocks
-        blocks = blocks_of_rank(group.rank(), group.size(), q_BLHK.shape[1], load_balance)
+        num_tokens, ranks = q_BLHK.shape[1] * group.size(), (group.rank(), group.size())
+        limits = options.window, options.chunk, options.softcap > 0
+        blocks = _blocks_of_one_document(num_tokens, *ranks, load_balance, is_ring, *limits)
     exchange = RingExchange(group) if is_ring else AllGatherExchange(group, load_balance)
     compiled = compiled and q_BLHK.is_cuda  # on CPU, compilation costs more than it saves
-    return run_function(BlockwiseAttention, *qkv, blocks, exchange, compiled)
+    qkv, extra = _pad_heads(q_BLHK, k_BLGK, v_BLGV), (blocks, exchange, compiled, options)
+    return _narrow(run_function(BlockwiseAttention, *qkv, sinks_H, *extra), value_dim)
+
+
+def _pad_heads(*heads: Tensor) -> list[Tensor]:
+    """Pad heads with zeros to one width: values may be narrower than keys."""
+    width = max(x.shape[-1] for x in heads)
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in heads]
+
+
+def _narrow(x: Tensor, width: int) -> Tensor:
+    return x[..., :width] if width < x.shape[-1] else x
 
 
 # --------------------------------------------------------------------------- ulysses
@@ -360,8 +396,9 @@ def attend_ulysses(
     load_balance: bool,
     q_BLHK: Tensor,
     k_BLGK: Tensor,
-    v_BLGK: Tensor,
+    v_BLGV: Tensor,
     mask: Any,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Compute *ulysses* attention; see `apply_context_parallel`.
 
@@ -378,8 +415,8 @@ def attend_ulysses(
     # rank's queries attend to.
     copies = math.lcm(num_kv_heads, size) // num_kv_heads
     if copies > 1:
-        k_BLGK, v_BLGK = (x.repeat_interleave(copies, dim=2) for x in (k_BLGK, v_BLGK))
-    heads = (q_BLHK, k_BLGK, v_BLGK)
+        k_BLGK, v_BLGV = (x.repeat_interleave(copies, dim=2) for x in (k_BLGK, v_BLGV))
+    heads = _pad_heads(q_BLHK, k_BLGK, v_BLGV)
     # One all-to-all for all three: each rank gets its share of the heads of each.
     heads_CBLhK = torch.stack(
         [
@@ -388,10 +425,15 @@ def attend_ulysses(
         ]
     )
     heads_BThK = unshard_sequence(exchange_chunks(heads_CBLhK, group), load_balance)
-    q_BThK, k_BTgK, v_BTgK = torch.split(heads_BThK, [x.shape[2] // size for x in heads], dim=2)
-    out_BThK = attend(q_BThK, k_BTgK, v_BTgK, mask)
-    out_CBLhK = torch.stack(
-        [shard_sequence(out_BThK, rank, size, load_balance) for rank in range(size)]
+    parts = torch.split(heads_BThK, [x.shape[2] // size for x in heads], dim=2)
+    q_BThK, k_BTgK, v_BTgV = (
+        _narrow(part, x.shape[-1]) for part, x in zip(parts, (q_BLHK, k_BLGK, v_BLGV), strict=True)
     )
-    out_CBLhK = exchange_chunks(out_CBLhK, group)
-    return out_CBLhK.movedim(0, 2).flatten(2, 3)
+    if options.sinks_H is not None:
+        options = options._replace(sinks_H=options.sinks_H.chunk(size)[group.rank()])
+    out_BThV = attend(q_BThK, k_BTgK, v_BTgV, mask, options)
+    out_CBLhV = torch.stack(
+        [shard_sequence(out_BThV, rank, size, load_balance) for rank in range(size)]
+    )
+    out_CBLhV = exchange_chunks(out_CBLhV, group)
+    return out_CBLhV.movedim(0, 2).flatten(2, 3)

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.config.schema import ParallelSection
-from weft.parallel.dtensor import is_dtensor, to_local
+from weft.parallel.dtensor import is_dtensor, num_shards
 from weft.parallel.mesh import create_mesh
 from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.private import (
@@ -213,7 +213,11 @@ def _choose_shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     from torch.distributed.tensor import Shard
 
     def shard_placement_fn(param: nn.Parameter) -> Shard | None:
-        even = [dim for dim, size in enumerate(to_local(param).shape[:-1]) if size % ranks == 0]
+        even = [
+            dim
+            for dim, size in enumerate(param.shape[:-1])
+            if size % (ranks * num_shards(param, dim)) == 0
+        ]
         return Shard(even[0]) if param.dim() == 3 and even else None
 
     return shard_placement_fn

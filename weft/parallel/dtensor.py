@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from weft.plan.shard_sizes import chunk_range
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
@@ -36,6 +38,14 @@ def is_quantized(tensor: Tensor) -> bool:
 def to_local(tensor: Tensor) -> Tensor:
     """Return a DTensor's local shard, sharing memory; other tensors as is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def num_shards(tensor: Tensor, dim: int) -> int:
+    """Return the number of shards of a dim."""
+    if not is_dtensor(tensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_shard(dim))
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -109,10 +119,9 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
             f"unsupported placement {placement}"
         )
         dim = placement.dim
-        chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk does
-        begin = min(coordinate[axis] * chunk, sizes[dim])
-        offsets[dim] += begin
-        sizes[dim] = min(chunk, sizes[dim] - begin)
+        chunk = chunk_range(sizes[dim], mesh.size(axis), coordinate[axis])
+        offsets[dim] += chunk.start
+        sizes[dim] = len(chunk)
     return offsets
 
 

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from weft.models.layers import group_sizes, is_fake, run_function
 from weft.models.moe import Experts, Permute
 from weft.parallel.collectives import all_to_all_rows, exchange_rows
-from weft.parallel.tensor_parallel import use_local_weight
+from weft.parallel.tensor_parallel import use_local_parameter
 
 
 def apply_expert_parallel(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
@@ -55,20 +55,20 @@ def apply_expert_parallel(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
     """
     for experts in layers:
         for module in list(experts.children()):
-            _shard_expert_weight(module, mesh)
+            for name, param in list(module.named_parameters(recurse=False)):
+                _shard_expert_parameter(module, name, param, mesh)
         experts.forward = partial(_forward_with_all_to_all, experts.forward, mesh.get_group("ep"))  # type: ignore[method-assign]
 
 
-def _shard_expert_weight(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a weight by experts over ``ep``; keep its sharding over ``tp``."""
-    full: Any = module._parameters["weight"]
+def _shard_expert_parameter(module: nn.Module, name: str, full: Any, mesh: DeviceMesh) -> None:
+    """Shard a parameter by experts over ``ep``; keep its sharding over ``tp``."""
     placements: list[Placement] = [Shard(0)]
     local, submesh = full.data, mesh["ep"]
     if isinstance(full, DTensor):
         placements += full.placements
         local, submesh = full.to_local().data, mesh["ep", "tp"]
     shard = local.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")].contiguous()
-    use_local_weight(module, shard, submesh, placements, full.shape)
+    use_local_parameter(module, name, shard, submesh, placements, full.shape)
 
 
 def _forward_with_all_to_all(

@@ -135,7 +135,8 @@ class Float8AllGather:
         scale_groups: list[int] = []
         self._group: dist.ProcessGroup | None = None
         for param in iter_sharded_parameters(model_parts):
-            if isinstance(param.module, Float8Linear) and param.is_even:
+            is_matrix = isinstance(param.module, Float8Linear) and param.local.dim() == 2
+            if is_matrix and param.is_even:
                 shard = _Float8Shard(param.local, param.module)
                 set_all_gather_hooks(param, shard.pre_all_gather, shard.post_all_gather)
                 self._shards.append(shard)

@@ -54,13 +54,6 @@ from weft.plan.matrices import find_linear_layers
 
 ADAPTER_INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
-# The specs of A and B by that of W; if it is not listed, they equal it.
-ADAPTER_SHARDING = {
-    "column": (TensorParallelSpec("partial_grad"), TensorParallelSpec("column")),
-    "heads": (TensorParallelSpec("partial_grad"), TensorParallelSpec("heads")),
-    "row": (TensorParallelSpec("row"), TensorParallelSpec("partial_grad")),
-}
-
 
 class LoraLinear(nn.Linear):
     """A frozen linear layer with an adapter.
@@ -124,10 +117,14 @@ def apply_lora(
 def add_adapter_sharding(table: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
     """Return a family's SHARDING, extended by that of the adapters."""
     extended = dict(table)
+    partial_grad = TensorParallelSpec("partial_grad")
     for pattern, spec in table.items():
         if spec.weight is not None:
-            same = TensorParallelSpec(spec.weight)
-            a, b = ADAPTER_SHARDING.get(spec.weight, (same, same))
+            a = b = TensorParallelSpec(spec.weight, heads=spec.heads)
+            if spec.weight == "column":
+                a = partial_grad
+            elif spec.weight == "row":
+                b = partial_grad
             extended |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
     return extended
 

@@ -74,6 +74,10 @@ def build_mesh(plan: Plan) -> Mesh:
         expert_ranks = ranks.reshape(*shape[:2], -1, plan.ep, plan.tp)
         expert_mesh = create_mesh(plan.device, expert_ranks, EXPERT_AXES, groups)
     own = rank_to_coordinates(dist.get_rank(), plan.axis_sizes, plan.axis_order)
+    tied_ranks = set(plan.tied_ranks or ())
+    if len(tied_ranks) == 2 < plan.pp:
+        is_peer = [(pp in tied_ranks) == (own["pp"] in tied_ranks) for pp in range(plan.pp)]
+        groups["tied"] = create_group(plan.device, ranks.reshape(plan.pp, -1).T[:, is_peer], "tied")
     dp_rank = own["dp_replicate"] * plan.dp_shard + own["dp_shard"]
     return Mesh(param_mesh, own, dp_rank, groups, groups.get("cp"), expert_mesh)
 

@@ -39,7 +39,7 @@ def build_pipeline_schedule(
     seq_len: int,
     sequence_parallel: bool,
     loss_fn: Callable[[Tensor, Any], Tensor],
-    fused_loss: bool,
+    output_width: int,
 ) -> Any:
     """Build this rank's schedule of torch.distributed.pipelining.
 
@@ -52,7 +52,8 @@ def build_pipeline_schedule(
         sequence_parallel: stages exchange only this tensor-parallel rank's slice of the sequence.
         loss_fn: takes the last stage's output and the microbatch's target, see
             `weft.parallel.private.run_schedule`; torch does not scale its result.
-        fused_loss: the last stage returns hidden states; ``loss_fn`` computes the logits.
+        output_width: of what the last stage returns: this rank's logits, or hidden states from
+            which ``loss_fn`` computes the logits.
 
     Returns:
         An object with ``step`` and ``eval``.
@@ -68,8 +69,7 @@ def build_pipeline_schedule(
     tokens = seq_len // plan.cp
     hidden_tokens = tokens // (plan.tp if sequence_parallel else 1)
     hidden_BTD = (plan.microbatch_size, hidden_tokens, plan.model.dim)
-    width = plan.model.dim if fused_loss else plan.model.vocab_size // plan.tp
-    out_BTX = (plan.microbatch_size, tokens, width)
+    out_BTX = (plan.microbatch_size, tokens, output_width)
     dtype = getattr(torch, plan.compute_dtype)
 
     def meta(shape: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,7 @@ is *gathered*, the partial outputs are *scattered* (summed and sliced), and norm
 1/tp of the memory.  Without sequence parallelism, the two collectives are an identity and an
 all-reduce.
 
-The model's table says where (`weft.models.llama.SHARDING`); this module applies it from outside:
+The model's table says where (`weft.models.decoder.SHARDING`); this module applies it from outside:
 
 * Every parameter becomes a DTensor on the axis ``tp``.  So checkpoints, gradient norm and FSDP know
   each rank's shard, and names and shapes remain those of the full model.
@@ -17,11 +17,16 @@ The model's table says where (`weft.models.llama.SHARDING`); this module applies
   `fully_shard` does with its own, and ``weight`` is the local shard after FSDP has gathered it.  So
   forward never enters DTensor's dispatch, which is costly per operator.  ``weight`` also sets the
   gradient's placement: a norm whose rank saw only a slice of the sequence has a *partial* gradient,
-  which FSDP sums over the ranks of ``tp`` before it reduces it over the other ranks.
+  which FSDP sums over the ranks of ``tp`` before it reduces it over the other ranks.  The same
+  holds for ``bias``.  The outputs of a *row* product are summed, so only rank 0 adds its bias.
 * Collectives are forward hooks on the modules that the table names.
 
-If there are more ranks than key/value heads, tp / num_kv_heads ranks share a head.  Then its weight
-is replicated, each rank computes with its own head's rows, and gradients are partial sums.
+*Uneven shards.*  The number of ranks need not divide a size.  A feed-forward layer or a vocabulary
+is cut into chunks, as by `torch.chunk`.  Heads are not cut: a rank has the query heads of
+`query_heads` and the key heads that they read (`key_heads`), which ranks may share.  If the ranks
+do not divide the number of heads, a DTensor's chunks would cut heads.  Then the weight is
+replicated, each rank computes with its own heads' part, and gradients are partial sums.  This
+costs memory of attention's weights, but no computation.
 
 Shapes in names: B sequences, T tokens of a sequence on this context-parallel rank, D model width, V
 vocabulary, N = B T tokens.
@@ -32,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,15 +47,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.family import TensorParallelSpec
-from weft.models.layers import multiply
+from weft.models.layers import LayerNorm, RMSNorm, multiply
 from weft.parallel.collectives import (
     Collective,
+    all_reduce,
     copy_to_ranks,
     gather_sequence,
     scatter_sequence,
     sum_over_ranks,
 )
 from weft.parallel.dtensor import from_local
+from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
 
 # FSDP gathers a weight over all axes but these.
 LOCAL_AXES = {"ep", "tp"}
@@ -60,7 +67,7 @@ def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     sharding: Mapping[str, TensorParallelSpec],
-    num_kv_heads: int,
+    config: Any,
     sequence_parallel: bool,
     *,
     gathers_float8: bool = False,
@@ -72,7 +79,7 @@ def apply_tensor_parallel(
         model: changed in place.
         mesh: one-dimensional; its ranks hold the shards.
         sharding: specs by module name pattern.
-        num_kv_heads: of the full model; a divisor or a multiple of the number of ranks.
+        config: of the model; its numbers of heads are read if a spec has ``heads``.
         sequence_parallel: keep only a slice of the sequence between matmuls.
         gathers_float8: float8 layers have one scale per tensor, and gather float8.
         joint_products: compute one product for layers with the same input; see
@@ -89,12 +96,15 @@ def apply_tensor_parallel(
         if spec is None:
             continue
         if spec.weight is not None:
-            _shard_weight(module, spec, mesh, num_kv_heads, sequence_parallel)
+            parent = modules[name.rpartition(".")[0]]
+            _shard_parameters(module, parent, spec, mesh, config, sequence_parallel)
         has_multiply = spec.input_comm == "gather" and _calls_multiply(module)
         layers = [module]  # next to the exchange
         if has_multiply:
             children = module.named_modules(prefix=name)
-            layers = [child for child_name, child in children if _is_column(specs[child_name])]
+            layers = [
+                child for child_name, child in children if _is_column(child, specs[child_name])
+            ]
         gather, scatter = _choose_exchanges(layers, group, sequence_parallel, gathers_float8)
         if has_multiply:
             product = _find_joint_product(layers, gathers_float8) if joint_products else None
@@ -120,11 +130,11 @@ def _calls_multiply(module: nn.Module) -> bool:
     """Return True if the module's forward is weft's; a user's may not call `multiply`."""
     methods = (getattr(type(module), name, None) for name in ("forward", "project"))
     own = [method for method in methods if method is not None]
-    return hasattr(module, "multiply") and all(m.__module__ == multiply.__module__ for m in own)
+    return hasattr(module, "multiply") and all(m.__module__.startswith("weft.models.") for m in own)
 
 
-def _is_column(spec: TensorParallelSpec | None) -> bool:
-    return spec is not None and spec.weight in ("column", "heads")
+def _is_column(module: nn.Module, spec: TensorParallelSpec | None) -> bool:
+    return isinstance(module, nn.Linear) and spec is not None and spec.weight == "column"
 
 
 def _choose_exchanges(
@@ -140,7 +150,9 @@ def _choose_exchanges(
         from weft.parallel.float8_tensor_parallel import are_float8, float8_exchanges
 
         if are_float8(layers):
-            return float8_exchanges(layers[0], group)
+            gather, scatter = float8_exchanges(layers[0], group)
+            # The gradient of a bias is a sum of what backward gathers.
+            return gather, scatter if layers[0].bias is None else scatter_sequence
     return gather_sequence, scatter_sequence
 
 
@@ -154,7 +166,9 @@ def _find_joint_product(layers: Sequence[Any], gathers_float8: bool) -> JointPro
     asynchronous tensor parallelism overlap it with the reduce-scatter that follows.  The price is
     a copy of the weights, which are concatenated.
     """
-    if all(type(layer).forward is nn.Linear.forward and layer.bias is None for layer in layers):
+    if any(layer.bias is not None for layer in layers):
+        return None
+    if all(type(layer).forward is nn.Linear.forward for layer in layers):
         return _joint_product
     if not gathers_float8:
         return None
@@ -190,78 +204,168 @@ def _gather_and_multiply(
     return product(x_BSD, *(layer.weight for layer in layers))
 
 
-def _shard_weight(
+class _Heads(NamedTuple):
+    """Heads of a rank: their number in the full model, and indices."""
+
+    total: int
+    local: Sequence[int]
+    num_earlier: int  # heads up to the last one of the previous rank
+
+    def slices(self, width: int) -> list[slice]:
+        """Return where the heads, of that width, are in a dim of the full model."""
+        return [slice(head * width, (head + 1) * width) for head in self.local]
+
+    def owned(self, width: int) -> list[slice]:
+        """Return where this rank's dim has heads that are not on earlier ranks.
+
+        A head that is repeated is returned once.
+        """
+        limits = [self.num_earlier - 1, *self.local]
+        is_new = [head > max(limits[: i + 1]) for i, head in enumerate(self.local)]
+        return [slice(i * width, (i + 1) * width) for i, new in enumerate(is_new) if new]
+
+
+def _heads_of_rank(spec: TensorParallelSpec, mesh: DeviceMesh, config: Any) -> _Heads | None:
+    if spec.heads is None:
+        return None
+    num_heads, tp, rank = config.num_heads, mesh.size(), mesh.get_local_rank()
+    if spec.heads == "query":
+        heads = query_heads(num_heads, tp, rank)
+        return _Heads(num_heads, heads, heads.start)
+    total = config.num_kv_heads
+    earlier = key_heads(num_heads, total, tp, rank - 1) if rank else [-1]
+    return _Heads(total, key_heads(num_heads, total, tp, rank), earlier[-1] + 1)
+
+
+def _shard_parameters(
     module: nn.Module,
+    parent: nn.Module,
     spec: TensorParallelSpec,
     mesh: DeviceMesh,
-    num_kv_heads: int,
+    config: Any,
     sequence_parallel: bool,
 ) -> None:
-    tp, rank = mesh.size(), mesh.get_local_rank()
-    head_rows: slice | None = None
-    grad_placement: Placement | None = None
+    """Shard weight and bias; replace forward if it needs to know the shard."""
     full = module.weight
     assert isinstance(full, nn.Parameter), f"{type(module).__name__} has no parameter `weight`"
-    kind = spec.weight
-    if kind == "heads" and tp > num_kv_heads:
-        head_dim = full.shape[0] // num_kv_heads
-        head = rank * num_kv_heads // tp
-        head_rows = slice(head * head_dim, (head + 1) * head_dim)
-        grad_placement, kind = Partial(), "replicated"
-    elif kind == "partial_grad" or (kind == "replicated" and sequence_parallel):
-        grad_placement, kind = Partial(), "replicated"
+    if spec.weight == "norm_of_heads" and getattr(parent, "qk_norm", None) != "all_heads":
+        spec = TensorParallelSpec("partial_grad")
+    heads = _heads_of_rank(spec, mesh, config)
     # The first dims are outputs and inputs (or blocks of inputs: `weft.parallel.lora`).  The
     # stacked weight of experts has one more dim before them.
     output_dim = int(full.dim() == 3 and full.is_floating_point())
-    outputs, inputs = Shard(output_dim), Shard(output_dim + 1)
-    placement: Placement = {"replicated": Replicate(), "row": inputs}.get(str(kind), outputs)
-    local = full.data
-    if isinstance(placement, Shard):
-        local = local.chunk(tp, dim=placement.dim)[rank].contiguous()
-    use_local_weight(module, local, mesh, [placement], full.shape)
-    vars(module).update(grad_placement=grad_placement, head_rows=head_rows)
+    for name, param in list(module.named_parameters(recurse=False)):
+        _shard_parameter(module, name, param, spec, output_dim, heads, mesh, sequence_parallel)
     if spec.weight == "vocabulary":
-        module.forward = partial(_vocab_parallel_forward, module, rank * local.shape[0])
+        first = chunk_range(full.shape[0], mesh.size(), mesh.get_local_rank()).start
+        module.forward = partial(_vocab_parallel_forward, module, first)
+    if spec.weight == "norm_of_heads":
+        assert heads is not None
+        norm: Any = module
+        owned = heads.owned(full.shape[0] // heads.total)
+        norm.forward = partial(_normalize_all_heads, norm, mesh.get_group(), owned, full.shape[0])
 
 
-def use_local_weight(
+def _shard_parameter(
     module: nn.Module,
+    name: str,
+    full: nn.Parameter,
+    spec: TensorParallelSpec,
+    output_dim: int,
+    heads: _Heads | None,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+) -> None:
+    kind, tp, rank = spec.weight, mesh.size(), mesh.get_local_rank()
+    dim = output_dim + (kind == "row")
+    placement: Placement = Replicate()
+    part, local = _LocalPart(), full.data
+    if kind == "row" and name == "bias":
+        part = _LocalPart(Partial(), is_added=rank == 0)
+    elif kind in ("partial_grad", "replicated"):
+        is_partial = kind == "partial_grad" or sequence_parallel
+        part = _LocalPart(Partial() if is_partial else None)
+    elif heads is not None and heads.total % tp:
+        part = _LocalPart(Partial(), dim, heads.slices(full.shape[dim] // heads.total))
+    else:
+        placement, chunk = Shard(dim), chunk_range(full.shape[dim], tp, rank)
+        local = local.narrow(dim, chunk.start, len(chunk)).contiguous()
+    use_local_parameter(module, name, local, mesh, [placement], full.shape)
+    vars(module).setdefault("local_parts", {})[name] = part
+
+
+def use_local_parameter(
+    module: nn.Module,
+    name: str,
     local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: Sequence[int],
 ) -> None:
-    """Replace a module's weight by a DTensor; forward uses the local shard."""
-    full = module._parameters["weight"]
+    """Replace a module's weight or bias by a DTensor; forward uses the local shard."""
+    full = module._parameters[name]
     assert full is not None
     sharded = from_local(local, mesh, placements, shape)
-    module.register_parameter("weight", nn.Parameter(sharded, requires_grad=full.requires_grad))
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
     if not isinstance(module, LocalWeight):
         module_class: Any = type(module)
         module.__class__ = _with_local_weight(module_class)
 
 
-class LocalWeight:
-    """Mixin of a module: ``weight`` is this rank's shard of the parameter."""
+class _LocalPart(NamedTuple):
+    """Part of a local shard that forward uses."""
 
-    local_weight: Tensor | None = None  # see `materialize_local_weights`
-    grad_placement: Placement | None = None  # None: as the parameter
-    head_rows: slice | None = None  # of the rank's own head; None: all
+    grad_placement: Placement | None = None  # on tp; None: as the parameter
+    dim: int = 0
+    slices: list[slice] | None = None  # of ``dim``; None: all
+    is_added: bool = True  # False: a bias that another rank adds
+
+
+class LocalWeight:
+    """Mixin of a module: ``weight`` and ``bias`` are this rank's shards."""
+
+    # See `materialize_local_weights`.
+    local_weight: Tensor | None = None
+    local_bias: Tensor | None = None
+    local_parts: Mapping[str, _LocalPart] = {}
 
     @property
-    def weight(self: Any) -> Tensor:
+    def weight(self) -> Any:
         """Return the local shard, or the parameter if FSDP has not gathered it."""
-        if self.local_weight is not None:
-            return cast(Tensor, self.local_weight)
-        param: Tensor = self._parameters["weight"]
+        return self._read("weight") if self.local_weight is None else self.local_weight
+
+    @property
+    def bias(self) -> Any:
+        """Return the local shard, the parameter as for ``weight``, or None."""
+        return self._read("bias") if self.local_bias is None else self.local_bias
+
+    def _read(self: Any, name: str) -> Any:
+        param = self._parameters.get(name)
         if (
             not isinstance(param, DTensor)
             or not set(param.device_mesh.mesh_dim_names or ()) <= LOCAL_AXES
         ):
             return param
-        placements = None if self.grad_placement is None else [self.grad_placement]
+        part: _LocalPart | None = self.local_parts.get(name)
+        if part is None or part.grad_placement is None:
+            return param.to_local()
+        placements = [*param.placements[:-1], part.grad_placement]
         local: Tensor = param.to_local(grad_placements=placements)
-        return local if self.head_rows is None else local[self.head_rows]
+        if part.slices is not None:
+            local = _concat_slices(local, part.dim, part.slices)
+        return local if part.is_added else local * 0
+
+
+def _concat_slices(x: Tensor, dim: int, slices: Sequence[slice]) -> Tensor:
+    """Concatenate slices of a dim; those that follow each other are one view."""
+    bounds: list[list[int]] = []
+    for part in slices or [slice(0, 0)]:
+        if bounds and bounds[-1][1] == part.start:
+            bounds[-1][1] = part.stop
+        else:
+            bounds.append([part.start, part.stop])
+    parts = [x.narrow(dim, start, stop - start) for start, stop in bounds]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @cache  # one subclass per class, so that the compiler sees that blocks are alike
@@ -280,12 +384,13 @@ def materialize_local_weights(block: nn.Module) -> None:
 
     def forward(*args: Any) -> Any:
         for module in sharded:
-            vars(module)["local_weight"] = module.weight  # setattr would register a parameter
+            # setattr would register a parameter
+            vars(module).update(local_weight=module.weight, local_bias=module.bias)
         try:
             return compiled_forward(*args)
         finally:
             for module in sharded:
-                vars(module).pop("local_weight", None)
+                vars(module).update(local_weight=None, local_bias=None)
 
     block.forward = forward
 
@@ -298,6 +403,32 @@ def _vocab_parallel_forward(embedding: nn.Module, first: int, tokens_BT: Tensor)
     outside_BT = (rows_BT < 0) | (rows_BT >= table.shape[0])
     x_BTD = F.embedding(rows_BT.masked_fill(outside_BT, 0), table)
     return x_BTD.masked_fill(outside_BT.unsqueeze(-1), 0)
+
+
+def _normalize_all_heads(
+    norm: RMSNorm | LayerNorm,
+    group: dist.ProcessGroup,
+    owned: Sequence[slice],
+    dim: int,
+    x_BTD: Tensor,
+) -> Tensor:
+    """Normalize over the heads of all ranks, ``dim`` elements.
+
+    ``owned`` are the slices of heads that this rank, and no other, adds to the sums.
+    """
+
+    def mean(values_BTD: Tensor) -> Tensor:
+        sums_BT1 = _concat_slices(values_BTD, -1, owned).sum(-1, keepdim=True)
+        return all_reduce(sums_BT1, group) / dim
+
+    values_BTD = x_BTD.float()
+    if isinstance(norm, LayerNorm):
+        values_BTD = values_BTD - mean(values_BTD)
+    values_BTD = values_BTD * torch.rsqrt(mean(values_BTD.square()) + norm.eps)
+    if not isinstance(norm, LayerNorm):
+        return norm.scale(values_BTD, x_BTD.dtype)
+    values_BTD = values_BTD * (norm.offset + norm.weight.float())
+    return (values_BTD if norm.bias is None else values_BTD + norm.bias.float()).to(x_BTD.dtype)
 
 
 class _CollectiveHook:

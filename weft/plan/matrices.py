@@ -6,7 +6,8 @@ because their errors reach the loss directly.  Candidates are excluded if
 
 * a pattern of ``precision.float8_exclude`` matches their name,
 * a size, on one tensor-parallel rank, is not a multiple of 16 (``_scaled_mm`` requires it, because
-  tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32,
+  tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32, or ranks have different
+  sizes,
 * they are too small to gain: casting and scaling, which are memory-bound, would cost more than the
   product saves.  The limits are those of torchao's ``_auto_filter_for_recipe``, measured on H100
   (github.com/pytorch/ao, torchao/float8/README.md).  torchao has no limits for
@@ -24,6 +25,8 @@ from torch import nn
 
 from weft.config.schema import PrecisionSection
 from weft.models import Family
+from weft.models.family import TensorParallelSpec
+from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
 
 # Neighbors in a row of a matrix that share two scale bytes, with optim.state_dtype 8bit.
 MOMENT_BLOCK_SIZE = 32
@@ -56,22 +59,45 @@ def list_matrices(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
     Args:
         model: the family's configuration.
         family: the model family.
-        tp: tensor-parallel degree; a size that it does not divide is rounded down.
+        tp: tensor-parallel degree; uneven sizes are those of the rank with most of the layer.
     """
+    return [max(shapes) for shapes in _list_shapes(model, family, tp)]
+
+
+def _list_shapes(model: Any, family: Family, tp: int) -> list[list[Matrix]]:
+    """List the shapes of each linear layer of the blocks on all tensor-parallel ranks."""
     with torch.device("meta"):
         module = family.build(model)
-    matrices = []
+    shapes = []
     for name, layer in find_linear_layers(module, family.blocks(module)).items():
         out_features, in_features = layer.weight.shape
-        split = weight_split(name, family)
-        if split == "heads":  # several ranks may share a head
-            out_features //= min(tp, model.num_kv_heads)
-        elif split == "row":
-            in_features //= tp
-        elif split == "column":
-            out_features //= tp
-        matrices.append(Matrix(name, out_features, in_features))
-    return matrices
+        spec = tensor_parallel_spec(name, family)
+        matrices = [Matrix(name, out_features, in_features)]
+        if spec is not None and spec.weight == "column":
+            sizes = _shard_sizes(out_features, spec, model, tp)
+            matrices = [Matrix(name, size, in_features) for size in sizes]
+        elif spec is not None and spec.weight == "row":
+            sizes = _shard_sizes(in_features, spec, model, tp)
+            matrices = [Matrix(name, out_features, size) for size in sizes]
+        shapes.append(matrices)
+    return shapes
+
+
+def _shard_sizes(size: int, spec: TensorParallelSpec, model: Any, tp: int) -> list[int]:
+    """Return the sizes of the shards of a dim."""
+    if spec.heads is None:
+        return [len(chunk_range(size, tp, rank)) for rank in range(tp)]
+    if spec.heads == "query":
+        width = size // model.num_heads
+        return [width * len(query_heads(model.num_heads, tp, rank)) for rank in range(tp)]
+    num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
+    counts = [len(key_heads(num_heads, num_kv_heads, tp, rank)) for rank in range(tp)]
+    return [size // num_kv_heads * count for count in counts]
+
+
+def tensor_parallel_spec(name: str, family: Family) -> TensorParallelSpec | None:
+    """Return how tensor parallelism shards a module."""
+    return next((s for pattern, s in family.sharding.items() if fnmatchcase(name, pattern)), None)
 
 
 def weight_split(name: str, family: Family) -> str | None:
@@ -79,8 +105,7 @@ def weight_split(name: str, family: Family) -> str | None:
 
     The values are those of `weft.models.family.TensorParallelSpec`.
     """
-    specs = (s for pattern, s in family.sharding.items() if fnmatchcase(name, pattern))
-    spec = next(specs, None)
+    spec = tensor_parallel_spec(name, family)
     return spec.weight if spec is not None else None
 
 
@@ -109,13 +134,13 @@ def find_float8_matrices(
 
 
 def convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
-    """Return the matrices whose sizes support float8."""
+    """Return the matrices whose sizes support float8, and are the same on all ranks."""
     unit = required_multiple(recipe)
-    matrices = list_matrices(model, family, tp)
     return [
-        matrix
-        for matrix in matrices
-        if matrix.out_features % unit == matrix.in_features % unit == 0
+        first
+        for first, *others in _list_shapes(model, family, tp)
+        if first.out_features % unit == first.in_features % unit == 0
+        and all(other == first for other in others)
     ]
 
 

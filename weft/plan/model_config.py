@@ -89,7 +89,7 @@ def expand_preset(job: Job) -> Job:
     if config is None:
         return job
     first = next(iter(load_family(job.model.kind).presets))
-    return replace(job, model={"preset": first, **config.model_dump()})
+    return replace(job, model={"preset": first, **config.model_dump(mode="json")})
 
 
 def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
@@ -260,5 +260,5 @@ def model_section(kind: str, config: Any, path: str) -> ModelSection:
     """Return the section of a configuration, with all of its fields."""
     preset = next(iter(load_family(kind).presets))
     return ModelSection.model_validate(
-        {"path": path, "kind": kind, "preset": preset, **config.model_dump()}
+        {"path": path, "kind": kind, "preset": preset, **config.model_dump(mode="json")}
     )

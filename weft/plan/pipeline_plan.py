@@ -80,8 +80,12 @@ def resolve_pipeline(
     in_flight = max_in_flight(schedule)
     # tp divides the parameters and activations of every unit equally; cp divides activations.
     tokens = microbatch_size * cost.seq_len / (degrees.cp * degrees.tp)
+    units = cost.units
+    if getattr(model, "tied_embeddings", False):  # the last stage has a copy of the table
+        first, *blocks, last = units
+        units = [first, *blocks, last._replace(params=last.params + first.params)]
     stages = split_into_stages(
-        cost.units,
+        units,
         in_flight=in_flight,
         bytes_per_param=bytes_per_param / degrees.tp,
         tokens_per_microbatch=tokens * compute_bytes / 2,
@@ -97,9 +101,9 @@ def _check_model(errors: ConfigErrors, job: Job, model: Any, family: Family) -> 
         rule = f"is not supported by the model family {job.model.kind}, which has no stages"
         remedy = "use 1, or define Family.unit_costs and Family.prune_to_stage"
         errors.add("parallel.pp", rule, remedy)
-    elif getattr(model, "tied_embeddings", False):
-        rule = "would put the two uses of a tied embedding on different stages"
-        remedy = "use 1, or --model.tied_embeddings false"
+    elif getattr(model, "tied_embeddings", False) and family.tied_parameter is None:
+        rule = f"is not supported for tied embeddings by the model family {job.model.kind}"
+        remedy = "use 1, --model.tied_embeddings false, or define Family.tied_parameter"
         errors.add("parallel.pp", rule, remedy, ("model.tied_embeddings", "model.preset"))
 
 

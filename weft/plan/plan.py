@@ -176,7 +176,7 @@ class Plan:
     @property
     def family(self) -> Family:
         """The model family."""
-        return load_family(self.job.model.kind)
+        return load_family(self.job.model.kind).of(self.model)
 
     @property
     def seed(self) -> int:
@@ -271,6 +271,13 @@ class Plan:
     def stages_per_rank(self) -> int:
         """Pipeline stages of each rank; 1 without a pipeline."""
         return 1 if self.pipeline is None else len(self.pipeline.stages) // self.pp
+
+    @property
+    def tied_ranks(self) -> tuple[int, int] | None:
+        """Pipeline ranks of the two copies of a tied embedding; None without copies."""
+        if self.pipeline is None or not getattr(self.model, "tied_embeddings", False):
+            return None
+        return self.pipeline.stage_ranks[0], self.pipeline.stage_ranks[-1]
 
     @property
     def shard_ranks_per_node(self) -> int | None:

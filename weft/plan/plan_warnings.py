@@ -344,7 +344,7 @@ def _unconverted_neighbors(plan: Plan) -> list[str]:
     columns = [
         matrix.name.rpartition(".")
         for matrix in list_matrices(plan.model, family, plan.tp)
-        if weight_split(matrix.name, family) in ("column", "heads")
+        if weight_split(matrix.name, family) == "column"
     ]
     mixed = {parent for parent, _, name in columns if f"{parent}.{name}" in selected}
     return list(

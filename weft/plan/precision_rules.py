@@ -15,7 +15,7 @@ from weft.plan.matrices import (
     list_matrices,
     required_multiple,
     select_matrices,
-    weight_split,
+    tensor_parallel_spec,
 )
 
 
@@ -98,8 +98,11 @@ def check_lora(
         errors.add(key, rule, remedy, ("precision.float8",))
     for layer in layers if section.quantize != "none" else ():
         matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
-        tp = degrees.tp if weight_split(matrix.name, family) == "row" else 1
-        if matrix.in_features % (tp * QUANT_BLOCK_SIZE):
+        spec = tensor_parallel_spec(matrix.name, family)
+        shards = tp = degrees.tp if spec is not None and spec.weight == "row" else 1
+        if tp > 1 and spec is not None and spec.heads and model.num_heads % tp:
+            shards = model.num_heads  # no block may belong to two heads
+        if matrix.in_features % (shards * QUANT_BLOCK_SIZE):
             over = f" over tp={tp} ranks" if tp > 1 else ""
             rule = (
                 f"needs blocks of {QUANT_BLOCK_SIZE}, which do not divide the "

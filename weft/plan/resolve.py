@@ -116,7 +116,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         if has_degrees:
             check_batch(errors, job, degrees)
         raise InvalidConfig(errors)
-    family = load_family(job.model.kind)
+    family = load_family(job.model.kind).of(model)
     cost = training_cost(job.lora, model, family, train.seq_len)
     if not has_degrees:
         # Batch and stages depend on the data-parallel degree; heads and sequence length do not.

@@ -15,6 +15,7 @@ from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
 from weft.plan.degrees import ParallelDims, divisors, format_choices, nearest_divisors
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
+from weft.plan.shard_sizes import chunk_range, query_heads
 
 MAX_PROFILED_STEPS = 20
 
@@ -298,20 +299,19 @@ def _check_tensor_parallel(
         errors.add(key, rule, "use 1, or define Family.sharding")
         return
     sizes = {field: getattr(model, field) for field in family.tp_divided_fields}
-    common = math.gcd(*sizes.values()) if sizes else 0
-    kv = getattr(model, "num_kv_heads", 0)
-    valid = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
-    use_valid = f"use {format_choices(valid)}"
     for field, size in sizes.items():
         if size % tp:
-            remedy = use_valid
-            if field == "vocab_size":
-                remedy += f", or --model.vocab_size {-(-size // tp) * tp}"
             rule = f"does not divide {field}={size} of {name}"
+            remedy = f"use {format_choices(divisors(math.gcd(*sizes.values())))}"
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
-    if kv and kv % tp and tp % kv:
-        rule = f"is neither a divisor nor a multiple of num_kv_heads={kv} of {name}"
-        errors.add(key, rule, use_valid, ("model.num_kv_heads",))
+    for field in ("num_heads", "ffn_dim", "expert_dim", "vocab_size"):
+        size = getattr(model, field, tp)
+        cut = query_heads if field == "num_heads" else chunk_range
+        if field not in sizes and not cut(size, tp, tp - 1):
+            rule = f"leaves a rank without a part of {field}={size} of {name}"
+            valid = [n for n in divisors(degrees.world_size, tp) if cut(size, n, n - 1)]
+            remedy = f"use {format_choices(valid)}"
+            errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     local_seq_len = job.train.seq_len // degrees.cp
     if job.parallel.sequence_parallel and local_seq_len % tp:
         rule = f"is not divisible by tp={tp} ranks of sequence parallelism" + (
@@ -357,7 +357,8 @@ def _check_context_parallel(
         remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
         errors.add("train.seq_len", f"is not divisible by {chunks}", remedy, (key,))
     if job.parallel.cp_method == "ulysses":
-        valid = divisors(model.num_heads // degrees.tp)
+        # Of all tensor-parallel ranks: two numbers that differ by one have no common divisor.
+        valid = divisors(1 if model.num_heads % degrees.tp else model.num_heads // degrees.tp)
         if cp not in valid:
             per_rank = f" / tp={degrees.tp}" if degrees.tp > 1 else ""
             rule = f"does not divide num_heads={model.num_heads}{per_rank} (ulysses)"

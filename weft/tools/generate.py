@@ -245,11 +245,14 @@ def generate(
     """
     longest = max(sequence.length for sequence in sequences) + sampling.max_tokens
     vocab_size = min(model.config.vocab_size, required_vocab_size(chat_format.tokenizer))
-    blocks = model.family.blocks(model.module) if cached else []
+    # Keys that were rotated for a shorter sequence are wrong in a longer one, and in its batch.
+    is_alone = getattr(model.config, "depends_on_length", False)
+    blocks = model.family.blocks(model.module) if cached and not is_alone else []
     with use_kv_cache(blocks, min(longest, chat_format.max_context)) as cache:
         recompute = True
         for number in range(sampling.max_tokens):
-            logits_BV = _next_logits(model, sequences, cache, recompute)
+            groups = [[sequence] for sequence in sequences] if is_alone else [sequences]
+            logits_BV = torch.cat([_next_logits(model, g, cache, recompute) for g in groups])
             sampled = [
                 sample_token(logits_V[:vocab_size], sequence, sampling)
                 for logits_V, sequence in zip(logits_BV, sequences, strict=True)

@@ -36,11 +36,8 @@ from weft.data.document_tokens import (
 from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
-from weft.models.hf_mapping import (
-    get_hf_mapping,
-    param_shapes,
-    to_hf_config,
-)
+from weft.models.hf_mapping import check_hf_config, param_shapes, to_hf_config
+from weft.tools.hf_weights import find_dropped_bias, to_hf_weights
 from weft.tools.inference_model import CheckpointRef, find_base_checkpoint, find_checkpoint
 from weft.tools.peft_export import export_adapter, open_merged
 from weft.train.job_checks import check_writable
@@ -109,6 +106,8 @@ def export_checkpoint(
         if checkpoint.family.hf_mapping is None:
             rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
             errors.add("model.kind", rule, remedy, value=checkpoint.job.model.kind)
+        elif not adapter:
+            errors += check_hf_config(checkpoint.family, checkpoint.config)
         special = _special_tokens(checkpoint, errors)
     if checkpoint and not errors and not adapter:
         base = find_base_checkpoint(checkpoint)
@@ -129,8 +128,11 @@ def export_checkpoint(
             f"{checkpoint.path}: does not match the model in {checkpoint.run_dir / 'job.toml'}: "
             f"{differing} differs"
         )
-    hf_name = get_hf_mapping(family).hf_name
-    hf_weights = {hf_name(name): weights[name] for name in expected}
+    if name := find_dropped_bias(family, checkpoint.config, weights):
+        rule = f"changed {name}, which the model in transformers does not have"
+        errors.add("model.balance_rate", rule, "train with 0", value=checkpoint.config.balance_rate)
+        errors.raise_any()
+    hf_weights = to_hf_weights(family, checkpoint.config, weights)
     progress = count_progress(f"exporting {checkpoint.path.name}", num_bytes, report)
     with publish_directory(out) as directory:
         try:

@@ -22,7 +22,6 @@ from weft.checkpoint.weight_files import (
     SINGLE,
     UnrepresentableValue,
     Weight,
-    open_weight,
     publish_directory,
     write_weights_checkpoint,
 )
@@ -51,12 +50,14 @@ from weft.tools.hf_convert import (
     read_json_object,
     read_small_file,
 )
+from weft.tools.hf_weights import list_hf_tensors, list_quantized, open_hf_weights
 
 # A plain file name: no directory, no parent directory, not hidden.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 # Rotary tables of old checkpoints, which follow from the configuration.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 MAX_PROBLEMS = 5
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
@@ -182,17 +183,41 @@ def open_hf_source(
         _check_companion(source / name, errors)
     if model is None or errors:
         return None
-    shapes, hf_name = param_shapes(*model), get_hf_mapping(model[0]).hf_name
+    shapes = param_shapes(*model)
+    if skipped := _list_skipped(contents, *model):
+        layers = f"layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
+        skipped_note = f"{layers}, for multi-token prediction, are not imported"
+        note = f"{note}\n{skipped_note}" if note else skipped_note
     files = {f"{SOURCE_DIR}/{name}": source / name for name in companions}
     return ModelSource(
         source.name,
         model_section(kind, config, path),
-        {name: open_weight(contents, hf_name(name)) for name in shapes},
+        open_hf_weights(*model, contents),
         4 * sum(shape.numel() for shape in shapes.values()),
-        sorted({NAMES[contents.tensors[hf_name(name)].dtype] for name in shapes}),
+        sorted({NAMES[tensor.dtype] for tensor in contents.tensors.values()}),
         {"tokenizer.json": source / "tokenizer.json", **files},
         note,
     )
+
+
+def open_hf_model(
+    source: Path, errors: ConfigErrors
+) -> tuple[Family, Any, dict[str, Weight]] | None:
+    """Open the model of a Hugging Face directory, without its tokenizer.
+
+    Args:
+        source: the directory.
+        errors: receives every reason why the model cannot be read.
+
+    Returns:
+        Family, configuration, and weights by weft's name; None after an error.
+    """
+    kind, config = _read_config(source / "config.json", errors)
+    model = None if config is None else (FAMILIES[kind], config)
+    contents = _read_contents(source, model, errors)
+    if model is None or errors:
+        return None
+    return *model, open_hf_weights(*model, contents)
 
 
 def _read_config(path: Path, errors: ConfigErrors) -> tuple[str, Any]:
@@ -307,19 +332,25 @@ def _read_contents(
 
 def _check_shapes(contents: Contents, family: Family, config: Any, errors: ConfigErrors) -> None:
     """Check that the files have exactly the model's tensors, with its shapes."""
-    tensors = contents.tensors
-    if config.num_layers > len(tensors):
+    tensors, mapping = contents.tensors, get_hf_mapping(family)
+    experts = config.num_moe_layers * config.num_experts if mapping.stacked is None else 0
+    if config.num_layers + experts > len(tensors):
         rule = f"needs more tensors than the {len(tensors)} in the files"
         key = "config.json num_hidden_layers"
         errors.add(key, rule, "download both again", value=config.num_layers)
         return
-    mapping = get_hf_mapping(family)
-    shapes = {mapping.hf_name(n): tuple(s) for n, s in param_shapes(family, config).items()}
+    expected = list_hf_tensors(family, config)
+    quantized = list_quantized(expected, mapping, contents)
+    shapes = {name: tuple(t.shape) for name, t in expected.items() if name not in quantized}
+    for name, (blocks, scales) in quantized.items():
+        shapes |= {f"{name}_blocks": tuple(blocks), f"{name}_scales": tuple(scales)}
+    packed = {f"{name}_{kind}" for name in quantized for kind in ("blocks", "scales")}
+    skipped = tuple(f"model.layers.{i}." for i in _list_skipped(contents, family, config))
     for name in tensors.keys() - shapes.keys():
         remedy = "use weights and config.json of one model"
         if name == "lm_head.weight":
             remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
-        if not DERIVED.fullmatch(name):
+        if not DERIVED.fullmatch(name) and not name.startswith(skipped):
             errors.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
     for name, shape in shapes.items():
         if name not in tensors:
@@ -330,6 +361,17 @@ def _check_shapes(contents: Contents, family: Family, config: Any, errors: Confi
             file = tensor.shards[0].file
             rule = f"has shape {list(tensor.shape)} in {file}, not {list(shape)}"
             errors.add(name, rule, "use weights and config.json of one model")
-        if tensor.dtype not in DTYPES.values():
+        if name in packed and tensor.dtype != torch.uint8:
+            rule = f"is {NAMES[tensor.dtype]}, not U8, the dtype of packed MXFP4"
+            errors.add(name, rule, "download it again")
+        elif name not in packed and tensor.dtype not in DTYPES.values():
             rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
             errors.add(name, rule, "save it as F32, BF16 or F16")
+
+
+def _list_skipped(contents: Contents, family: Family, config: Any) -> list[int]:
+    """Return the layers for multi-token prediction, which follow the model's own."""
+    if not get_hf_mapping(family).has_mtp:
+        return []
+    found = {int(match[1]) for name in contents.tensors if (match := LAYER.match(name))}
+    return sorted(i for i in found if i >= config.num_layers)

@@ -29,6 +29,7 @@ from weft.plan.model_config import resolve_section
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve
+from weft.plan.shard_sizes import chunk_range
 from weft.train.machine import detect_machine
 from weft.train.setup import Rank, allocate
 from weft.train.state import checkpoint_dir
@@ -57,7 +58,7 @@ class CheckpointRef(NamedTuple):
     @property
     def family(self) -> Family:
         """The model family."""
-        return load_family(self.job.model.kind)
+        return load_family(self.job.model.kind).of(self.config)
 
 
 def find_checkpoint(path: Path) -> CheckpointRef:
@@ -177,9 +178,12 @@ class LanguageModel:
         out = self.module(tokens_BT, None, positions_BT)[batch_N, indices_N]
         logits_NV = out if self._weight is None else F.linear(out, self._weight())
         if self.tp_group is not None:
-            shards = [torch.empty_like(logits_NV) for _ in range(self.tp_group.size())]
-            dist.all_gather(shards, logits_NV.contiguous(), self.tp_group)
-            logits_NV = torch.cat(shards, dim=1)
+            ranks, vocab_size = self.tp_group.size(), self.config.vocab_size
+            width = len(chunk_range(vocab_size, ranks, 0))
+            padded_NV = F.pad(logits_NV, (0, width - logits_NV.shape[1]))
+            shards = [torch.empty_like(padded_NV) for _ in range(ranks)]
+            dist.all_gather(shards, padded_NV, self.tp_group)
+            logits_NV = torch.cat(shards, dim=1)[:, :vocab_size]
         return logits_NV.float()
 
 

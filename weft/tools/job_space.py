@@ -31,17 +31,16 @@ from pydantic.fields import FieldInfo
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import SECTIONS
 from weft.models import FAMILIES
+from weft.models.decoder_config import DecoderConfig
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.optimizer import SCHEDULES as RATES
-from weft.plan.lora_plan import QUANT_BLOCK_SIZE
-from weft.plan.matrices import MOMENT_BLOCK_SIZE, required_multiple
 from weft.plan.pipeline_schedule import SCHEDULES
+from weft.tools.job_sizes import AXES, OverrideMap, base_model, draw_sizes, parallel_degrees
 from weft.tools.shrink import LAYOUT_KEYS, Case, plan_for_recipe, plan_resume_layout, shrink
 from weft.tools.verify import format_layout, read_recipe
 from weft.train.loss import OBJECTIVES
 
 RECIPE = "demo"
-OverrideMap = dict[str, str]  # key -> text, as on the command line
 
 # Prefixes of keys that are not drawn, and why.
 EXCLUDED = {
@@ -70,7 +69,9 @@ EXCLUDED = {
 # Keys that must fit each other: `_draw_sizes` draws all of them for a layout.
 SIZES = (
     *("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size"),
-    *("max_seq_len", "num_experts", "active_experts", "expert_dim"),
+    *("max_seq_len", "num_experts", "active_experts", "expert_dim", "expert_groups"),
+    *("active_groups", "q_rank", "rope_head_dim", "value_head_dim"),
+    *("rope_short_factors", "rope_long_factors"),
 )
 BATCH = (
     *("data.vocab_size", "train.seq_len", "train.global_batch_size", "train.microbatch_size"),
@@ -82,6 +83,20 @@ SIZED_KEYS = {*(f"model.{name}" for name in SIZES), *BATCH}
 # Keys whose type does not say which values make sense.
 VALUES: dict[str, tuple[str, ...]] = {
     "model.kind": tuple(FAMILIES),
+    "model.kv_rank": ("6", "9"),
+    "model.layer_pattern": ("L", "LG", "LLG"),
+    "model.rope_pattern": ("RN", "RRN"),
+    "model.sliding_window": ("1", "3", "9"),
+    "model.attention_chunk": ("3", "8"),
+    "model.temperature_interval": ("4",),
+    "model.attention_scale": ("0.2",),
+    "model.attention_softcap": ("2",),
+    "model.logit_softcap": ("3",),
+    "model.rope_local_theta": ("300",),
+    "model.rope_fraction": ("0.5",),
+    "model.rope_original_context": ("8",),
+    "model.expert_interval": ("1", "2"),
+    "model.expert_limit": ("1.5",),
     "train.objective": tuple(OBJECTIVES),
     "lora.rank": ("2", "3"),
     "lora.targets": ("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
@@ -101,10 +116,28 @@ VALUES: dict[str, tuple[str, ...]] = {
 
 # Keys that a key (or a key with a value) needs to have an effect.
 REQUIREMENTS: dict[str, dict[str, str]] = {
-    "model.rope_scaling": {"model.kind": "llama"},
     **{
-        f"model.rope_{name}": {"model.rope_scaling": "true"}
+        f"model.rope_{name}": {"model.rope_scaling": "llama3"}
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+    },
+    **{
+        f"model.rope_{name}": {"model.rope_scaling": "yarn"}
+        for name in ("beta_fast", "beta_slow", "truncate", "magnitude")
+    },
+    "model.layer_pattern": {"model.sliding_window": "5"},
+    "model.sliding_window": {"model.layer_pattern": "LG"},
+    "model.attention_chunk": {"model.layer_pattern": "LG"},
+    "model.rope_local_theta": {"model.layer_pattern": "LG"},
+    "model.temperature_interval": {"model.rope_pattern": "RN"},
+    "model.temperature_scale": {"model.temperature_interval": "4"},
+    "model.norm_bias": {"model.norm": "layer"},
+    **{
+        f"model.{name}": {"model.kind": "moe"}
+        for name in (
+            *("shared_experts", "dense_layers", "expert_interval", "score", "score_selected"),
+            *("renormalize", "route_scale", "scaled_expert_inputs", "router_bias"),
+            *("expert_biases", "expert_limit", "balance_rate"),
+        )
     },
     "train.dpo_beta": {"train.objective": "dpo"},
     "train.objective=dpo": {"data.format": "preferences"},
@@ -114,7 +147,6 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
         for name in ("alpha", "rank_stabilized", "targets", "quantize")
     },
     "optim.momentum": {"optim.name": "muon"},
-    "parallel.pp": {"model.tied_embeddings": "false"},
     "pipeline.schedule": {"parallel.pp": "2"},
     "parallel.sequence_parallel": {"parallel.tp": "2"},
     "parallel.cp_method": {"parallel.cp": "2"},
@@ -144,9 +176,6 @@ DEFAULT_CHANCE, NUMBER_CHANCE = 120, 60
 RARE_KEYS = ("precision.float8", "lora.rank", "train.world_size_invariant")
 CHANCE = {"compile.enable": 4, **dict.fromkeys(RARE_KEYS, 60)}
 
-AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
-
-
 # --------------------------------------------------------------------------- techniques
 
 
@@ -159,18 +188,8 @@ def exclusion_reason(key: str) -> str:
 def list_keys() -> dict[str, FieldInfo]:
     """Return every ``section.key`` of a job and of weft's own model families."""
     keys = {f"{name}.{key}": f for name, s in SECTIONS.items() for key, f in s.model_fields.items()}
-    for family in FAMILIES.values():
-        for name, info in family.config.model_fields.items():
-            keys.setdefault(f"model.{name}", info)
-    return keys
-
-
-def families_with_field(key: str) -> list[str]:
-    """Return the families that have a key; all families for non-model keys."""
-    section, _, name = key.partition(".")
-    if section != "model" or name in SECTIONS["model"].model_fields:
-        return list(FAMILIES)
-    return [kind for kind, family in FAMILIES.items() if name in family.config.model_fields]
+    fields = DecoderConfig.model_fields.items()
+    return keys | {f"model.{name}": info for name, info in fields}
 
 
 @cache
@@ -270,7 +289,7 @@ class RandomJob:
     @property
     def name(self) -> str:
         """Layout and goal of the job."""
-        return f"{format_layout(_degrees(self.overrides, AXES))}; {', '.join(self.goal)}"
+        return f"{format_layout(parallel_degrees(self.overrides, AXES))}; {', '.join(self.goal)}"
 
     @property
     def command(self) -> str:
@@ -314,8 +333,8 @@ def draw_job(
     overrides = dict(required)
     _add_layout(overrides, ranks, rng)
     _add_random_keys(overrides, _chance, rng)
-    shards = math.prod(_degrees(overrides, ("dp_shard", "cp")).values())
-    if overrides.get("model.kind") == "moe" and shards % 2 == 0 and rng.random() < 0.5:
+    shards = math.prod(parallel_degrees(overrides, ("dp_shard", "cp")).values())
+    if base_model(overrides).num_experts and shards % 2 == 0 and rng.random() < 0.5:
         overrides.setdefault("parallel.ep", "2")
     overrides = FIXED | {"train.seed": str(rng.randrange(4))} | overrides
     refusals: list[dict[str, Any]] = []
@@ -326,10 +345,6 @@ def draw_job(
 
 FIXED = {"run.device": "cpu", "train.seed": "1"}  # keys that every job sets
 DEGREES = tuple(f"parallel.{axis}" for axis in (*AXES, "ep"))
-
-
-def _degrees(overrides: Mapping[str, str], axes: Iterable[str]) -> dict[str, int]:
-    return {axis: int(overrides.get(f"parallel.{axis}", 1)) for axis in axes}
 
 
 def _chance(key: str) -> int:
@@ -356,17 +371,13 @@ def _add_override(
     it would need another key.
     """
     needs = REQUIREMENTS.get(f"{key}={text}", REQUIREMENTS.get(key, {}))
-    families = families_with_field(key)
-    family = overrides.get("model.kind", "llama")
     others = {name: value for name, value in needs.items() if name not in DEGREES}
     lacks = any(int(overrides.get(name, 1)) < int(needs[name]) for name in needs.keys() - others)
     conflicts = any(overrides.get(name, value) != value for name, value in others.items())
     skips = not others.keys() <= overrides.keys() and rng.random() < 0.7
-    if not force and (key in overrides or conflicts or lacks or skips or family not in families):
+    if not force and (key in overrides or conflicts or lacks or skips):
         return
     overrides.setdefault(key, text)
-    if "model.kind" not in overrides and family not in families:
-        overrides["model.kind"] = rng.choice(families)
     for name, value in needs.items():
         if name not in overrides:
             _add_override(overrides, name, value, rng)
@@ -375,7 +386,7 @@ def _add_override(
 def _add_layout(overrides: OverrideMap, ranks: int, rng: random.Random) -> None:
     """Distribute a random number of ranks over the axes that are not set."""
     world_size = rng.choice([n for n in (2, 2, 3, 4, 4, 4, 4, 6, 8, 8) if n <= ranks])
-    size = math.prod(_degrees(overrides, AXES).values())
+    size = math.prod(parallel_degrees(overrides, AXES).values())
     while size * 2 <= world_size:
         axis = rng.choice([axis for axis in AXES if f"parallel.{axis}" not in overrides] or [""])
         if not axis:
@@ -404,7 +415,7 @@ def _make_valid(
     """
     attempts = itertools.count(1)
     while True:
-        job = _draw_sizes(overrides, random.Random(f"{rng.random()}"))
+        job = draw_sizes(overrides, random.Random(f"{rng.random()}"))
         try:
             return job, make_case(job, ranks)
         except InvalidConfig as invalid:
@@ -440,7 +451,7 @@ def make_case(overrides: Mapping[str, str], ranks: int, steps: int = 2) -> Case:
 
 def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideMap:
     """Draw a layout that the job can resume in."""
-    model, overrides = case.plan.job.model, OverrideMap()
+    overrides = OverrideMap()
     _add_layout(overrides, ranks, rng)
     excluded = (*DEGREES, "compile.enable", "pipeline.layers_per_stage")
     _add_random_keys(
@@ -449,7 +460,7 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
         rng,
     )
     overrides = {key: text for key, text in overrides.items() if key.startswith(LAYOUT_KEYS)}
-    if model.kind == "moe" and rng.random() < 0.5:
+    if case.plan.model.num_experts and rng.random() < 0.5:
         overrides["parallel.ep"] = "2"
     while True:
         try:
@@ -463,85 +474,3 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
 
 def _named_keys(error: ConfigError, overrides: Iterable[str]) -> list[str]:
     return [key for key in (error.key, *error.depends) if key in overrides]
-
-
-# --------------------------------------------------------------------------- sizes
-
-
-def _draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
-    """Add small, odd sizes of model and batch that fit the layout."""
-    kind = overrides.get("model.kind", "llama")
-    family = FAMILIES[kind]
-    degrees = _degrees(overrides, (*AXES, "ep"))
-    tp, pp, cp, ep = (degrees[name] for name in ("tp", "pp", "cp", "ep"))
-    width, unit, ffn_unit = _draw_width(overrides, degrees, rng)
-    several = overrides.get("pipeline.schedule", "1F1B") not in ("GPipe", "1F1B")
-    per_rank = int(overrides.get("pipeline.stages_per_rank", 2 if several else 1))
-    stages = pp * per_rank if pp > 1 else 1
-    layers = rng.choice([max(1, stages - 1), stages, stages + 1]) if pp > 1 else rng.randint(1, 4)
-    if kind == "moe":
-        layers = max(layers, 1 + int(overrides.get("model.dense_layers", "0")))
-    seq_unit = math.lcm(tp, 2 * cp, unit * cp)
-    seq_len = seq_unit * rng.choice([n for n in range(1, 25) if seq_unit * n >= 8][:4])
-    sequences = rng.choice((1, 2, 3, 5))
-    if pp > 1:
-        sequences = rng.choice((stages, stages + 1, 2 * stages, 2 * pp))
-    experts = ep * rng.choice([n for n in (1, 2, 3, 5) if n * ep > 1])
-    fields = {
-        "num_layers": layers,
-        **width,
-        "ffn_dim": tp * (ffn_unit * rng.choice((1, 3) if ffn_unit > 1 else (5, 9, 16))),
-        "vocab_size": -(-rng.choice((257, 261, 288)) // tp) * tp,
-        "max_seq_len": seq_len,
-        "num_experts": experts,
-        "active_experts": rng.randint(1, min(3, experts)),
-        "expert_dim": tp * (ffn_unit if ffn_unit == MOMENT_BLOCK_SIZE else rng.choice((3, 8, 12))),
-    }
-    job = {"model.kind": kind, "model.preset": next(iter(family.presets))}
-    job |= {f"model.{n}": str(x) for n, x in fields.items() if n in family.config.model_fields}
-    batch = sequences * degrees["dp_shard"] * degrees["dp_replicate"]
-    job |= {
-        "parallel.dp_shard": "1",
-        "data.vocab_size": "257",
-        "train.seq_len": str(seq_len),
-        "train.global_batch_size": str(batch),
-    }
-    if rng.random() < 0.5 and "train.microbatch_size" not in overrides:
-        job["train.microbatch_size"] = str(rng.randint(1, min(sequences, 3)))
-    job["train.eval_sequences"] = str(rng.randint(1, batch + 2))
-    job = overrides | {key: text for key, text in job.items() if key not in overrides}
-    if overrides.get("pipeline.layers_per_stage") == "any":
-        cuts = sorted(rng.randint(0, layers) for _ in range(stages - 1))
-        counts = [end - begin for begin, end in itertools.pairwise([0, *cuts, layers])]
-        job["pipeline.layers_per_stage"] = f"[{', '.join(map(str, counts))}]"
-    return job
-
-
-def _draw_width(
-    overrides: OverrideMap, degrees: Mapping[str, int], rng: random.Random
-) -> tuple[dict[str, int], int, int]:
-    """Draw heads and width.
-
-    Returns:
-        The fields, the unit of all sizes of matrices, and the unit of the feed-forward width.
-    """
-    kind, tp = overrides.get("model.kind", "llama"), degrees["tp"]
-    float8 = overrides.get("precision.float8", "none")
-    unit = 1 if float8 == "none" else required_multiple(float8)
-    quantized = overrides.get("lora.quantize", "none") != "none"
-    kv_heads = rng.choice([n for n in (1, 2, 3, 4) if n % tp == 0 or tp % n == 0])
-    head_ranks = tp * (degrees["cp"] if overrides.get("parallel.cp_method") == "ulysses" else 1)
-    heads = kv_heads * rng.choice([n for n in range(1, 17) if kv_heads * n % head_ranks == 0][:3])
-    head_dim = unit if unit > 1 else rng.choice((2, 4, 6, 8, 10, 16))
-    dim, ffn_unit = heads * head_dim, unit
-    if kind != "llama":
-        dim = unit * rng.choice((2, 3) if unit > 1 else (14, 24, 33))
-    if quantized:  # complete blocks on each rank
-        kv_heads, heads, head_dim = tp, 2 * tp, QUANT_BLOCK_SIZE // 2
-        dim, ffn_unit = QUANT_BLOCK_SIZE * tp, QUANT_BLOCK_SIZE
-    if overrides.get("optim.state_dtype") == "8bit" and not quantized and rng.random() < 0.7:
-        # Rows of complete blocks on each rank; other tensors keep float32 moments.
-        head_dim = ffn_unit = MOMENT_BLOCK_SIZE
-        dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK_SIZE * rng.choice((1, 3))
-    sizes = {"dim": dim, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    return sizes, unit, ffn_unit

@@ -55,14 +55,16 @@ def _merge(
     adapters: Mapping[str, Weight],
     lora: LoraSection,
     is_quantized: bool,
+    first: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Tensor]:
     module = name.removesuffix(".weight")
     a_name, b_name = (f"{module}.lora_{which}.weight" for which in "AB")
     has_adapter = a_name in adapters
     if has_adapter:
         a_RI, b_OR = (torch.cat([*adapters[n].read()]) for n in (a_name, b_name))
-    offset = 0
-    for rows in weight.read():
+    offset = first
+    for rows in weight.read(first, stop):
         if is_quantized:
             rows = dequantize_matrix(quantize_matrix(rows, lora.quantize), torch.float32)
         if has_adapter:
@@ -93,7 +95,15 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
             [ConfigError("--adapter", str(checkpoint.path), rule, "export without --adapter")]
         )
     adapters, lora = open_weights(checkpoint.path), checkpoint.job.lora
-    hf_name = get_hf_mapping(checkpoint.family).hf_name
+    mapping = get_hf_mapping(checkpoint.family)
+    hf_name = mapping.hf_name
+    fused = {part for parts in mapping.fused.values() for part in parts}
+    for name in adapters:
+        module = ".".join(name.split(".")[2:-2])
+        if module in fused:
+            rule = f"adapts {module}, which {mapping.name} of transformers fuses with others"
+            remedy = "export without --adapter, with the adapters merged"
+            raise InvalidConfig([ConfigError("--adapter", str(checkpoint.path), rule, remedy)])
     weights = {f"base_model.model.{hf_name(name)}": w for name, w in adapters.items()}
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -102,7 +112,7 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": sorted({name.split(".")[-3] for name in adapters}),
+        "target_modules": sorted({name.split(".")[-3] for name in weights}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from weft.config.schema import (
     difference,
     replace,
 )
+from weft.models.decoder_config import DecoderConfig
 from weft.plan.devices import parse_cluster
 from weft.plan.matrices import find_float8_matrices, required_multiple
 from weft.plan.placement import AXES
@@ -404,6 +405,10 @@ def _model_sizes(
     def size(name: str) -> int:
         return int(getattr(config, name, 0))
 
+    def remainder(name: str) -> int:
+        """Return 1 if the ranks do not divide a size; they will not divide the small one."""
+        return int(size(name) % plan.tp > 0 and tp > 1)
+
     layers = sum(small_job.pipeline.layers_per_stage)
     if not layers:
         stages = _num_stages(plan, sizes)
@@ -422,16 +427,49 @@ def _model_sizes(
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "ffn_dim": max(1, round(ratio * dim / (unit * tp))) * unit * tp,
-            "num_experts": NUM_EXPERTS,
+            "ffn_dim": max(1, round(ratio * dim / (unit * tp))) * unit * tp + remainder("ffn_dim"),
+            "num_experts": NUM_EXPERTS if size("num_experts") else 0,
             "active_experts": min(2, size("active_experts")),
-            "expert_dim": 2 * unit * tp,
+            "expert_dim": 2 * unit * tp + remainder("expert_dim"),
             "dense_layers": min(1, size("dense_layers")),
-            "vocab_size": -(-VOCAB_SIZE // tp) * tp,
+            "expert_interval": min(2, size("expert_interval")),
+            "vocab_size": -(-VOCAB_SIZE // tp) * tp + remainder("vocab_size"),
             "max_seq_len": seq_len,
         }
+        if isinstance(config, DecoderConfig):
+            fields |= _decoder_sizes(config, fields, unit)
         yield {name: value for name, value in fields.items() if name in known}
     yield {}
+
+
+def _decoder_sizes(config: DecoderConfig, fields: Mapping[str, Any], unit: int) -> dict[str, Any]:
+    """Return sizes that must fit those of ``fields``, of the parts that the model has."""
+    sizes: dict[str, Any] = {}
+    seq_len = fields["max_seq_len"]
+    for name in ("sliding_window", "attention_chunk", "temperature_interval"):
+        if value := getattr(config, name):
+            sizes[name] = min(value, max(1, seq_len // 3))
+    for name in ("layer_pattern", "rope_pattern"):  # each kind of layer occurs
+        sizes[name] = "".join(dict.fromkeys(getattr(config, name)))
+    if config.rope_scaling != "none":  # so that it has an effect
+        sizes["rope_original_context"] = max(1, seq_len // 2)
+    if not config.num_experts:
+        sizes["num_experts"] = 0
+    elif config.expert_groups > 1:
+        sizes |= {"expert_groups": 2, "active_groups": min(2, config.active_groups)}
+    head_dim = fields["head_dim"]
+    rope_dim = int(head_dim * config.rope_fraction)
+    if config.kv_rank:
+        rope_dim = max(2, head_dim // 4 * 2)
+        sizes |= {"num_kv_heads": fields["num_heads"], "rope_head_dim": rope_dim}
+        sizes |= {"value_head_dim": head_dim, "head_dim": head_dim + rope_dim}
+        if unit > 4:  # float8
+            sizes |= {"head_dim": 2 * head_dim, "rope_head_dim": head_dim}
+        sizes |= {"kv_rank": 2 * unit, "q_rank": 3 * unit if config.q_rank else 0}
+    if config.rope_scaling == "longrope":
+        for name in ("rope_short_factors", "rope_long_factors"):
+            sizes[name] = getattr(config, name)[: rope_dim // 2]
+    return sizes
 
 
 def _param_persistence_threshold(plan: Plan, fields: dict[str, Any]) -> int:
@@ -454,8 +492,11 @@ def _head_counts(
         wanted = max(1, tp * num_kv_heads // recipe_tp)
     else:
         wanted = tp * (2 if num_kv_heads >= 2 * recipe_tp else 1)
-    kv_heads = dict.fromkeys([wanted, *(n * tp for n in (1, 2, 4, 8)), 1, 2, 4, 8, 16])
-    yield from itertools.product(kv_heads, dict.fromkeys([small, 2, 4, 8, 1]))
+    is_uneven = num_heads % recipe_tp > 0 and tp > 1
+    more = [tp + 1] * is_uneven
+    kv_heads = dict.fromkeys([wanted, *more, *(n * tp for n in (1, 2, 4, 8)), 1, 2, 4, 8, 16])
+    counts = itertools.product(kv_heads, dict.fromkeys([small, 2, 4, 8, 1]))
+    yield from sorted(counts, key=lambda count: (math.prod(count) % tp > 0) != is_uneven)
 
 
 # --------------------------------------------------------------------------- changes

@@ -32,7 +32,8 @@ from typing import Any
 
 from weft.config.errors import InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
-from weft.tools.job_space import AXES, RECIPE, RandomJob, draw_job, list_goals, technique_name
+from weft.tools.job_sizes import AXES
+from weft.tools.job_space import RECIPE, RandomJob, draw_job, list_goals, technique_name
 from weft.tools.local_ranks import RanksFailed, RanksTimedOut, preload_modules
 from weft.tools.verify import read_recipe, verify
 from weft.tools.verify_measure import Corruption

@@ -54,6 +54,7 @@ def cross_entropy(
     targets_BT: Tensor,
     group: dist.ProcessGroup | None = None,
     compiled: bool = False,
+    first: int = 0,
 ) -> Tensor:
     """Compute the cross-entropy of each token in nats, in float32.
 
@@ -61,17 +62,17 @@ def cross_entropy(
     numbers (maximum, sum of exponentials, logit of the target) instead of logits.
 
     Args:
-        logits_BTV: any floating dtype; with ``group``, this rank's V / tp entries of the
-            vocabulary.
+        logits_BTV: any floating dtype; with ``group``, this rank's entries of the vocabulary.
         targets_BT: int64 ids of the full vocabulary; `IGNORE_INDEX`: no target.
         group: the tensor-parallel ranks; None: logits are not sharded.
         compiled: let torch.compile fuse operators, so that no float32 tensor has the size of the
             logits; otherwise there is one at a time.
+        first: id of this rank's first entry.
 
     Returns:
         float32 (B, T), equal on all ranks of ``group``; 0 without a target.
     """
-    return run_function(_CrossEntropy, logits_BTV, targets_BT, group, compiled)
+    return run_function(_CrossEntropy, logits_BTV, targets_BT, group, compiled, first)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -82,10 +83,11 @@ class _CrossEntropy(torch.autograd.Function):
         targets_BT: Tensor,
         group: dist.ProcessGroup | None,
         compiled: bool,
+        first: int,
     ) -> Tensor:
         logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
         has_target_N = targets_N != IGNORE_INDEX
-        columns_N = targets_N if group is None else targets_N - group.rank() * logits_NV.shape[1]
+        columns_N = targets_N - first
         is_local_N = has_target_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
         columns_N = columns_N.masked_fill(~is_local_N, 0)
         ctx.run = partial(run_compiled, "the loss", compiled)
@@ -102,14 +104,14 @@ class _CrossEntropy(torch.autograd.Function):
         return losses_N.masked_fill(~has_target_N, 0.0).view_as(targets_BT)
 
     @staticmethod
-    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N = ctx.saved_tensors
         grad_N = grad_BT.flatten().masked_fill(~has_target_N, 0.0)
         at_target_N = grad_N * is_local_N
         grad_NV: Tensor = ctx.run(
             _logits_gradient, logits_NV, columns_N, max_N, grad_N / sum_N, at_target_N
         )
-        return grad_NV.view(*grad_BT.shape, -1), None, None, None
+        return grad_NV.view(*grad_BT.shape, -1), None, None, None, None
 
 
 def _sum_exponentials(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,7 +34,9 @@ from weft.parallel.private import (
     use_forward_only_order,
     wrap_pipeline_actions,
 )
+from weft.parallel.tied_parameters import TiedParameters
 from weft.plan.plan import Plan
+from weft.plan.shard_sizes import chunk_range
 from weft.train.loss import (
     SequenceLosses,
     build_objective,
@@ -80,11 +82,13 @@ class TrainStep:
         cp_rank, parallel = mesh.coordinates["cp"], job.parallel
         self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_load_balance
         tokens = plan.microbatch_size * plan.seq_len // plan.cp
-        vocab_size = plan.model.vocab_size // plan.tp
+        vocab_size = len(chunk_range(plan.model.vocab_size, plan.tp, 0))  # the largest of all ranks
+        self._vocab_range = chunk_range(plan.model.vocab_size, plan.tp, mesh.coordinates["tp"])
         self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)
         can_fuse = family.enable_fused_loss is not None and self.objective.is_token_sum
         fused_loss = can_fuse and self._chunk_tokens < tokens
         self.schedule: Any = None
+        self._tied = TiedParameters(model_parts, plan, mesh)
         has_last_stage, last_part = True, model_parts[-1]
         if plan.pipeline is not None:
             self.schedule = build_pipeline_schedule(
@@ -95,7 +99,7 @@ class TrainStep:
                 plan.seq_len,
                 plan.sequence_parallel,
                 self._loss,
-                fused_loss,
+                plan.model.dim if fused_loss else len(self._vocab_range),
             )
             stages = plan.pipeline.stages_on_rank(mesh.coordinates["pp"])
             wrap_pipeline_actions(
@@ -154,6 +158,7 @@ class TrainStep:
         microbatches = [Microbatch(batch, divisor) for batch in batches]
         if self.schedule is not None:
             losses = self._run_schedule(microbatches)
+            self._tied.sum_gradients()
         elif self.plan.world_size_invariant:
             losses = self._forward_backward_invariant(microbatches)
         else:
@@ -267,7 +272,8 @@ class TrainStep:
             has_target_BT = targets_BT != IGNORE_INDEX
             self.logits_at_targets.append((targets_BT[has_target_BT], logits_BTV[has_target_BT]))
         group = self.mesh.get_group("tp") if self.plan.tp > 1 else None
-        return cross_entropy(logits_BTV, targets_BT, group, self.plan.is_compiled)
+        first, is_compiled = self._vocab_range.start, self.plan.is_compiled
+        return cross_entropy(logits_BTV, targets_BT, group, is_compiled, first)
 
     def _reset_metrics(self) -> None:
         for sums in (self.loss_by_source, self.metrics):
@@ -308,6 +314,7 @@ class TrainStep:
         padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))
         has_first = 0 in plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
         losses: list[Tensor] = []
+        self._tied.copy_values()
         run_schedule(
             self.schedule,
             args=[(m.batch.tokens_BT,) if has_first else () for m in padded],

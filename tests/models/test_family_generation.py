@@ -1,0 +1,72 @@
+"""Greedy generation with weft's key/value cache equals transformers' for every family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.models.family_draws import draw_config
+from tests.models.test_families import KINDS, transformers_model
+from weft.tools.generate import GeneratedSequence, Sampling, generate, load_chat_format
+from weft.tools.hf_import import import_model
+from weft.tools.inference_model import find_checkpoint, load_local_model
+
+OFTEN = ("gpt_oss", "deepseek_v3", "llama4")  # windows and sinks, latent vectors, chunks
+MAX_TOKENS = 20
+
+
+def save_tokenizer(directory: Path, size: int) -> None:
+    """Write a tokenizer with a token for every id: weft generates no others."""
+    tokenizer = Tokenizer(
+        WordLevel({"<|endoftext|>": 0} | {f"t{i}": i for i in range(1, size)}, "t1")
+    )
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def run_generation(kind: str, tmp_path: Path) -> None:
+    """Continue three prompts of different lengths beyond every window of the drawn model."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    twin = transformers_model(kind, draw_config(kind, 0))
+    twin.generation_config.eos_token_id = None
+    twin.save_pretrained(source)
+    save_tokenizer(source, twin.config.vocab_size)
+    import_model(source, run, lambda progress: None, force=True)
+    checkpoint = find_checkpoint(run)
+    model = load_local_model(checkpoint, torch.device("cpu"))
+    chat_format = load_chat_format(checkpoint)
+    chat_format = replace(chat_format, end_tokens=frozenset())
+
+    generator = torch.Generator().manual_seed(1)
+    size = checkpoint.config.vocab_size
+    prompts = [torch.randint(size, (n,), generator=generator).tolist() for n in (1, 5, 11)]
+    rows = [
+        GeneratedSequence("", list(ids), len(ids), torch.Generator().manual_seed(0), "")
+        for ids in prompts
+    ]
+    for _ in generate(model, chat_format, rows, Sampling(temperature=0.0, max_tokens=MAX_TOKENS)):
+        pass
+    for row, ids in zip(rows, prompts, strict=True):
+        expected = twin.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=MAX_TOKENS,
+            pad_token_id=0,
+            # transformers keeps keys that were rotated for shorter sequences.
+            use_cache=not checkpoint.config.depends_on_length,
+        )
+        assert row.ids == expected[0].tolist(), kind
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
+def test_greedy_generation_equals_transformers(kind: str, tmp_path: Path) -> None:
+    run_generation(kind, tmp_path)

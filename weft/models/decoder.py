@@ -1,0 +1,407 @@
+"""Decoder: the module of every model family of weft, and its tables.
+
+`weft.models.decoder_config.DecoderConfig` holds the choices.  A family is a set of values for them
+(`weft.models.families`).
+
+Shapes in names: B batch, T tokens of a sequence, D model width, R rotated part of a head, J = R / 2
+pairs, V vocabulary, S maximum sequence length (max_seq_len).
+
+The module is single-device code.  weft applies parallelism from outside; the tables below the
+module (`INIT`, `NO_DECAY`, `SHARDING`) hold what that needs to know about the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.attention import Attention, LatentAttention, Mask, causal_mask, document_mask
+from weft.models.decoder_config import DecoderConfig
+from weft.models.family import Init, TensorParallelSpec
+from weft.models.layers import FeedForward, LayerNorm, RMSNorm, build_norm
+from weft.models.moe import MoE
+from weft.models.rotary import rope_tables
+
+
+class DecoderBlock(nn.Module):
+    """Decoder layer: attention and feed-forward, with norms around them.
+
+    Args:
+        config: of the model.
+        layer: index of the layer.
+        mlp: the feed-forward layer; None: a `FeedForward` or `MoE`.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int = 0, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        has_norm_before, has_norm_after = (
+            config.norm_position in (position, "both") for position in ("pre", "post")
+        )
+        self.residual_scale, self.is_parallel = config.residual_scale, config.parallel_block
+        if has_norm_before:
+            self.input_layernorm = build_norm(config, config.dim)
+        attention = LatentAttention if config.kv_rank else Attention
+        self.self_attn: nn.Module = attention(config, layer)
+        if has_norm_after:
+            self.attention_output_norm = build_norm(config, config.dim)
+        if has_norm_before and not self.is_parallel:
+            self.post_attention_layernorm = build_norm(config, config.dim)
+        if mlp is None:
+            mlp = MoE(config) if config.has_experts(layer) else FeedForward(config)
+        self.mlp = mlp
+        if has_norm_after:
+            self.mlp_output_norm = build_norm(config, config.dim)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_BTR: Tensor | None,
+        sin_BTR: Tensor | None,
+        mask_B1TT: Mask,
+        query_scale_BT1: Tensor | None = None,
+    ) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``; see `Attention.forward`."""
+        normed_BTD = self._apply_norm("input_layernorm", x_BTD)
+        attended_BTD = self.self_attn(normed_BTD, cos_BTR, sin_BTR, mask_B1TT, query_scale_BT1)
+        attended_BTD = self._apply_norm("attention_output_norm", attended_BTD)
+        h_BTD = self._add(x_BTD, attended_BTD)
+        if not self.is_parallel:
+            normed_BTD = self._apply_norm("post_attention_layernorm", h_BTD)
+        return self._add(h_BTD, self._apply_norm("mlp_output_norm", self.mlp(normed_BTD)))
+
+    def _apply_norm(self, name: str, x_BTD: Tensor) -> Tensor:
+        """Apply a norm that the block may lack."""
+        norm = self._modules.get(name)
+        return x_BTD if norm is None else norm(x_BTD)
+
+    def _add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
+        scale = self.residual_scale
+        return x_BTD + (update_BTD if scale == 1 else update_BTD * scale)
+
+
+class Decoder(nn.Module):
+    """Decoder-only transformer.
+
+    Can be built on any device, including meta.  Parameters hold PyTorch's default values until
+    `INIT` or a checkpoint fills them.  The rotary tables are always valid (see `init_buffers`).
+    The configuration must pass `weft.models.decoder_rules.check`.
+    """
+
+    # None on a pipeline stage that does not need them; see `prune_to_stage`.
+    embed_tokens: nn.Embedding | None
+    norm: RMSNorm | LayerNorm | None
+    # See `build_mask`; context parallelism replaces it.
+    mask: Callable[[Tensor | None, Tensor, int, int], Any]
+    block: type[DecoderBlock] = DecoderBlock  # class of the layers; a user's model may override it
+    fused_loss = False  # see `enable_fused_loss`
+    sequence_shards = 1  # context parallelism: ranks that share each sequence
+    rope_cos_SJ: Tensor
+    rope_sin_SJ: Tensor
+    rope_local_cos_SJ: Tensor
+    rope_local_sin_SJ: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mask = build_mask
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        # A dict, so that layers keep their names on pipeline stages without earlier layers.
+        self.layers = nn.ModuleDict(
+            {str(i): self.block(config, i) for i in range(config.num_layers)}
+        )
+        self.norm = build_norm(config, config.dim)
+        # Tied embeddings have no module and no second name for the shared weight, so sharding
+        # and checkpoints need no special case; see `head`.
+        if not config.tied_embeddings:
+            self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.init_buffers(self.embed_tokens.weight.device)
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Compute the rotary tables on ``device``; local layers may have their own.
+
+        They are float32 ``[max_seq_len, J]``, not saved, and stay float32 under any ``model.to``:
+        beyond a few hundred tokens a bfloat16 angle is wrong by whole radians.
+        `_apply` calls this method, so ``to_empty`` after building on meta also fills the tables.
+        """
+        for is_local in (False, True)[: 1 + (self.config.rope_local_theta > 0)]:
+            prefix = "rope_local" if is_local else "rope"
+            tables = rope_tables(self.config, is_local, device=device)
+            for name, table_SJ in zip(("cos", "sin"), tables, strict=True):
+                self.register_buffer(f"{prefix}_{name}_SJ", table_SJ, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        # Called by to, to_empty, bfloat16, cuda..., which cast floating buffers or leave them
+        # uninitialized.  The tables are computed again on the new device.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.init_buffers(self.rope_cos_SJ.device)
+        return self
+
+    def rope(
+        self,
+        num_tokens: int,
+        positions_BT: Tensor | None,
+        dtype: torch.dtype,
+        is_local: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the rotary angles, for the blocks.
+
+        Args:
+            num_tokens: T.
+            positions_BT: integers, each token's position in its document; None: 0 to T - 1.
+            dtype: dtype of the activations, to which the tables are rounded last, as in
+                transformers.
+            is_local: for the layers with a window or chunk.
+
+        Returns:
+            Two ``[B, T, R]``, or ``[1, T, R]`` without positions.
+
+        Raises:
+            ValueError: if the sequence is longer than ``max_seq_len``.
+        """
+        config, seq_len = self.config, num_tokens * self.sequence_shards
+        if num_tokens > config.max_seq_len:
+            raise ValueError(
+                f"sequences have {num_tokens} tokens, which exceeds "
+                f"model.max_seq_len={config.max_seq_len}"
+            )
+        if config.depends_on_length and seq_len > config.rope_original_context:
+            tables = rope_tables(config, is_local, seq_len, self.rope_cos_SJ.device)
+        elif is_local and config.rope_local_theta:
+            tables = self.rope_local_cos_SJ, self.rope_local_sin_SJ
+        else:
+            tables = self.rope_cos_SJ, self.rope_sin_SJ
+
+        def select(table_SJ: Tensor) -> Tensor:
+            angles_BTJ = (
+                table_SJ[:num_tokens].unsqueeze(0)
+                if positions_BT is None
+                else table_SJ[positions_BT]
+            )
+            if config.rope_interleaved:
+                return angles_BTJ.repeat_interleave(2, dim=-1).to(dtype)
+            return torch.cat((angles_BTJ, angles_BTJ), dim=-1).to(dtype)
+
+        return select(tables[0]), select(tables[1])
+
+    def query_scale(self, num_tokens: int, positions_BT: Tensor | None, device: Any) -> Tensor:
+        """Return the factor of queries without positions, float32 ``[B or 1, T, 1]``."""
+        config = self.config
+        if positions_BT is None:
+            positions_BT = torch.arange(num_tokens, device=device).unsqueeze(0)
+        steps_BT = torch.floor((positions_BT.float() + 1) / config.temperature_interval)
+        return (1 + config.temperature_scale * torch.log1p(steps_BT)).unsqueeze(-1)
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Map the last block's output to logits ``[B, T, V]``.
+
+        With ``fused_loss``, return the normalized hidden states ``[B, T, D]`` instead.
+        """
+        assert self.norm is not None
+        config = self.config
+        normed_BTD: Tensor = self.norm(x_BTD)
+        # Of the input, so that a fused loss needs no other factor.
+        normed_BTD = normed_BTD if config.logit_scale == 1 else normed_BTD * config.logit_scale
+        if self.fused_loss:
+            return normed_BTD
+        if config.tied_embeddings:
+            assert self.embed_tokens is not None
+            # Reads the weight outside its module's forward.  Under fully_shard the embedding must
+            # therefore be in the root's group.
+            logits_BTV = F.linear(normed_BTD, self.embed_tokens.weight)
+        else:
+            logits_BTV = self.lm_head(normed_BTD)
+        if config.logit_softcap:
+            logits_BTV = config.logit_softcap * torch.tanh(logits_BTV / config.logit_softcap)
+        return logits_BTV
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the logits of the next tokens.
+
+        Args:
+            tokens_BT: integer token ids; on a pipeline stage after the first, the activations
+                ``[B, T, D]`` of the previous stage.
+            documents_BT: integers, equal within a document, to which attention is confined.
+                None: each sequence is one document, which uses the faster causal kernel.
+            positions_BT: integers, each token's position in its document; None: counted from the
+                start of the sequence.  Attention depends only on differences, so None is valid for
+                packed sequences too, up to rounding.
+
+        Returns:
+            ``[B, T, V]`` in the dtype of the weights; without the head, the activations
+            ``[B, T, D]`` for the next stage.
+
+        Raises:
+            ValueError: if the sequence is longer than ``max_seq_len``.
+        """
+        config = self.config
+        # The activations of a pipeline stage may be a slice of the sequence.
+        ids_BT = tokens_BT if positions_BT is None else positions_BT
+        num_tokens = ids_BT.shape[1]
+        x_BTD: Tensor = tokens_BT
+        if self.embed_tokens is not None and not tokens_BT.is_floating_point():
+            x_BTD = self.embed_tokens(tokens_BT)
+            if config.embedding_scale != 1:  # rounded to the dtype, as in transformers
+                x_BTD = x_BTD * x_BTD.new_full((), config.embedding_scale)
+        ropes: dict[bool, Any] = {}
+        masks: dict[bool, Any] = {}
+        for name, block in self.layers.items():
+            layer = int(name)
+            is_local, has_rope = config.is_local(layer), config.has_rope(layer)
+            if is_local not in masks:
+                limits = (config.sliding_window, config.attention_chunk) if is_local else (0, 0)
+                masks[is_local] = self.mask(documents_BT, ids_BT, *limits)
+                ropes[is_local] = self.rope(num_tokens, positions_BT, x_BTD.dtype, is_local)
+            rope = ropes[is_local] if has_rope else (None, None)
+            if config.temperature_interval and not has_rope:
+                scale_BT1 = self.query_scale(num_tokens, positions_BT, x_BTD.device)
+                x_BTD = block(x_BTD, *rope, masks[is_local], scale_BT1)
+            else:
+                x_BTD = block(x_BTD, *rope, masks[is_local])
+        return self.head(x_BTD) if self.norm else x_BTD
+
+
+def build_mask(documents_BT: Tensor | None, ids_BT: Tensor, window: int, chunk: int) -> Mask:
+    """Return the mask of layers with a window or chunk; None: plain causal attention.
+
+    ``ids_BT`` has the length of the sequence.
+    """
+    if documents_BT is not None:
+        return document_mask(documents_BT, window, chunk)
+    if 0 < (window or chunk) < ids_BT.shape[1]:
+        return causal_mask(ids_BT if ids_BT.dim() == 2 else ids_BT[:, :, 0], window, chunk)
+    return None
+
+
+# --------------------------------------------------------------------------- tables
+
+
+# Patterns of parameter names (as in fnmatch); each parameter matches exactly one.
+INIT: dict[str, Init] = {
+    "*norm.weight": Init("ones"),
+    "*.bias": Init("zeros"),
+    "embed_tokens.weight": Init("truncated_normal", 0.02),
+    "layers.*.self_attn.[qkv]*_proj*.weight": Init("truncated_normal", 0.02),
+    "layers.*.self_attn.o_proj.weight": Init("truncated_normal", 0.02, residual=True),
+    "layers.*.self_attn.sinks.weight": Init("zeros"),
+    "layers.*.mlp.*gate_proj.weight": Init("truncated_normal", 0.02),
+    "layers.*.mlp.*up_proj.weight": Init("truncated_normal", 0.02),
+    "layers.*.mlp.*down_proj.weight": Init("truncated_normal", 0.02, residual=True),
+    "layers.*.mlp.router.weight": Init("truncated_normal", 0.02),
+    "layers.*.mlp.router.expert_bias": Init("zeros"),  # a buffer
+    "lm_head.weight": Init("truncated_normal", 0.02),
+}
+
+# Parameters without weight decay: gains, biases, sinks, and embeddings, including tied ones.
+NO_DECAY: tuple[str, ...] = ("*norm.weight", "*.bias", "*.sinks.weight", "embed_tokens.weight")
+
+
+def get_init(name: str, config: DecoderConfig) -> Init:
+    """Return the entry of `INIT` for a parameter or buffer, with the final ``std``.
+
+    Raises:
+        KeyError: if no pattern matches ``name``.
+    """
+    init = lookup_init(INIT, name, config.num_layers)
+    # A gain is 1 plus its weight.
+    return Init("zeros") if init.kind == "ones" and config.norm_offset else init
+
+
+def lookup_init(table: Mapping[str, Init], name: str, num_layers: int) -> Init:
+    """Return the entry of a table like `INIT` for a parameter, with the final ``std``."""
+    for pattern, init in table.items():
+        if fnmatchcase(name, pattern):
+            depth = math.sqrt(2 * num_layers) if init.residual else 1.0
+            return init._replace(std=init.std / depth)
+    raise KeyError(f"no pattern of INIT matches the parameter {name!r}")
+
+
+def has_weight_decay(name: str) -> bool:
+    """Return True if weight decay applies to a parameter; see `NO_DECAY`."""
+    return not any(fnmatchcase(name, pattern) for pattern in NO_DECAY)
+
+
+def blocks(model: Decoder) -> list[nn.Module]:
+    """Return the blocks in order: units of sharding, checkpointing and compilation."""
+    return list(model.layers.values())
+
+
+def enable_fused_loss(model: Decoder) -> Callable[[], Tensor]:
+    """Make a model with a head return the last product's input ``[B, T, D]``.
+
+    Returns:
+        A function that returns that product's weight, ``[V, D]``, after a forward pass.
+    """
+    model.fused_loss = True
+    embedding = model.embed_tokens if model.config.tied_embeddings else model.lm_head
+    assert embedding is not None
+    return lambda: embedding.weight
+
+
+# Patterns of module names (as in fnmatch).  Every module with a weight matches exactly one.
+SHARDING: dict[str, TensorParallelSpec] = {
+    "embed_tokens": TensorParallelSpec("vocabulary", output_comm="scatter"),
+    "layers.*.self_attn": TensorParallelSpec(input_comm="gather"),
+    "layers.*.self_attn.q_proj": TensorParallelSpec("column", heads="query"),
+    "layers.*.self_attn.[kv]_proj": TensorParallelSpec("column", heads="key"),
+    "layers.*.self_attn.q_norm": TensorParallelSpec("norm_of_heads", heads="query"),
+    "layers.*.self_attn.k_norm": TensorParallelSpec("norm_of_heads", heads="key"),
+    "layers.*.self_attn.sinks": TensorParallelSpec("column", heads="query"),
+    "layers.*.self_attn.q_a_*": TensorParallelSpec("partial_grad"),
+    "layers.*.self_attn.kv_a_*": TensorParallelSpec("partial_grad"),
+    "layers.*.self_attn.*_b_proj": TensorParallelSpec("column", heads="query"),
+    "layers.*.self_attn.o_proj": TensorParallelSpec("row", output_comm="scatter", heads="query"),
+    "layers.*.mlp": TensorParallelSpec(input_comm="gather"),
+    "layers.*.mlp.gate_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.up_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.down_proj": TensorParallelSpec("row", output_comm="scatter"),
+    # Norms of the residual stream.
+    "layers.*.input_layernorm": TensorParallelSpec("replicated"),
+    "layers.*.post_attention_layernorm": TensorParallelSpec("replicated"),
+    "layers.*_output_norm": TensorParallelSpec("replicated"),
+    # Gathered here, not before lm_head, which a model with tied embeddings does not have.
+    "norm": TensorParallelSpec("replicated", output_comm="gather"),
+    "lm_head": TensorParallelSpec("column"),
+}
+
+# With experts, a feed-forward layer lies between one gather and one scatter: each rank routes all
+# tokens identically, and holds a slice of each expert's width.
+EXPERT_SHARDING: dict[str, TensorParallelSpec] = {
+    **SHARDING,
+    "layers.*.mlp": TensorParallelSpec(input_comm="gather", output_comm="scatter"),
+    "layers.*.mlp.router": TensorParallelSpec("partial_grad"),
+    "layers.*.mlp.down_proj": TensorParallelSpec("row"),
+    "layers.*.mlp.*experts.gate_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.*experts.up_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.*experts.down_proj": TensorParallelSpec("row"),
+}
+
+
+def prune_to_stage(model: Decoder, units: range) -> None:
+    """Delete all modules that a pipeline stage does not hold; names do not change.
+
+    Args:
+        model: a full model; changed in place.
+        units: consecutive units: the embedding (0), blocks (1 to ``num_layers``), the head with
+            its norm and a tied embedding (``num_layers + 1``).
+    """
+    last = model.config.num_layers + 1
+    if 0 not in units and not (model.config.tied_embeddings and last in units):
+        model.embed_tokens = None
+    for i in range(model.config.num_layers):
+        if i + 1 not in units:
+            del model.layers[str(i)]
+    if last not in units:
+        model.norm = None
+        if not model.config.tied_embeddings:
+            del model.lm_head

@@ -1,0 +1,1 @@
+"""Model families: values for the keys of a decoder, and names of weights."""

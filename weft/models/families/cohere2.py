@@ -1,0 +1,60 @@
+"""Command R7B and Command A: parallel blocks, and positions in local layers only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.decoder_config import DecoderConfig
+from weft.models.decoder_family import decoder_family
+from weft.models.families.llama import TOY
+from weft.models.hf_fields import ATTENTION_BIAS, HFLayers, HFMapping, same
+
+_CONSTANTS: dict[str, Any] = {"norm": "layer", "parallel_block": True, "rope_interleaved": True}
+
+PRESETS: dict[str, DecoderConfig] = {
+    "toy": DecoderConfig(
+        **_CONSTANTS,
+        **TOY,
+        layer_pattern="LLG",
+        rope_pattern="RRN",
+        sliding_window=256,
+        rope_theta=50000.0,
+        logit_scale=0.25,
+    ),
+}
+
+HF_MAPPING = HFMapping(
+    name="Cohere 2",
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    fields={
+        "attention_bias": ATTENTION_BIAS,
+        "rms_norm_eps": None,
+        "layer_norm_eps": same("norm_eps"),
+        "logit_scale": same("logit_scale"),
+    },
+    defaults={
+        "attention_bias": False,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    constants=_CONSTANTS,
+    # The values of published files that transformers does not read.
+    fixed_fields={
+        "attention_dropout": 0.0,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": False,
+        "use_qk_norm": False,
+    },
+    ignored_fields=frozenset({"cache_implementation"}),
+    layers=HFLayers("LLLG", default_window=4096),
+    rope_layers="local",
+)
+FAMILY = decoder_family(PRESETS, HF_MAPPING)

@@ -1,0 +1,55 @@
+"""Load a weft checkpoint or a Hugging Face model as a plain PyTorch module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft.config.errors import ConfigErrors
+from weft.plan.model_config import locate_model
+from weft.tools.hf_import import open_hf_model
+from weft.tools.inference_model import find_checkpoint, load_unsharded
+
+
+def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """Load a model in this process.
+
+    Args:
+        path: a run or checkpoint of weft, a Hugging Face directory, or org/name on the Hub.
+        dtype: dtype of the parameters; None: float32.
+        device: where they are allocated.
+
+    Returns:
+        The module in evaluation mode: token ids ``[B, T]`` to logits ``[B, T, V]``.
+
+    Raises:
+        InvalidConfig: if there is no model, or weft does not support it.
+    """
+    local = Path(path).expanduser()
+    is_weft = any((directory / "job.toml").is_file() for directory in (local, *local.parents[:2]))
+    if is_weft and not (local / "config.json").is_file():
+        module = load_unsharded(find_checkpoint(local), device)
+        return module.to(dtype or torch.float32).eval()
+    return _load_hf(locate_model(path, with_weights=True, key="path"), dtype, device)
+
+
+def _load_hf(directory: Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """Load a Hugging Face directory, one weight at a time."""
+    errors = ConfigErrors()
+    opened = open_hf_model(directory, errors)
+    errors.raise_any()
+    assert opened is not None
+    family, config, weights = opened
+    with torch.device("meta"):
+        module = family.build(config).to(dtype or torch.float32)
+    module.to_empty(device=device)
+    # Parameters, and the buffers that a checkpoint has.
+    for name, target in module.state_dict().items():
+        start = 0
+        flat = target.view(-1)
+        for chunk in weights[name].read():
+            flat[start : start + chunk.numel()].copy_(chunk.reshape(-1))
+            start += chunk.numel()
+    return module.eval()
