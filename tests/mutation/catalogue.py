@@ -637,8 +637,8 @@ FAULTS: list[Fault] = [
         "rotary positions",
         "the last elements of a head are rotated",
         "models/rotary.py",
-        "x_BTHK = x_BTHK[..., :width]",
-        "x_BTHK = x_BTHK[..., -width:]",
+        "apply_rope(x_BTHK[..., :width], cos_BTR,",
+        "apply_rope(x_BTHK[..., -width:], cos_BTR,",
         MODEL,
     ),
     Fault(

@@ -111,14 +111,13 @@ def apply_rope(
         The shape and dtype of ``x_BTHK``.
     """
     width = cos_BTR.shape[-1]
-    rest = x_BTHK[..., width:]
-    if rest.shape[-1]:
-        x_BTHK = x_BTHK[..., :width]
+    if width < x_BTHK.shape[-1]:
+        rotated = apply_rope(x_BTHK[..., :width], cos_BTR, sin_BTR, interleaved)
+        return torch.cat((rotated, x_BTHK[..., width:]), dim=-1)
     if interleaved:
         first_BTHJ, second_BTHJ = x_BTHK.reshape(*x_BTHK.shape[:-1], -1, 2).unbind(-1)
         turned = torch.stack((-second_BTHJ, first_BTHJ), dim=-1).flatten(-2)
     else:
         first_BTHJ, second_BTHJ = x_BTHK.chunk(2, dim=-1)
         turned = torch.cat((-second_BTHJ, first_BTHJ), dim=-1)
-    rotated = x_BTHK * cos_BTR.unsqueeze(-2) + turned * sin_BTR.unsqueeze(-2)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+    return x_BTHK * cos_BTR.unsqueeze(-2) + turned * sin_BTR.unsqueeze(-2)
