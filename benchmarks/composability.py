@@ -25,7 +25,7 @@ import multiprocessing
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,15 +213,18 @@ def run_pair(overrides: Overrides) -> dict[str, Any]:
     }
 
 
-def _run_apart(overrides: Overrides, pipe: Any) -> None:
-    pipe.send(run_pair(overrides))
+def _run_apart(function: Callable[..., dict[str, Any]], args: Any, pipe: Any) -> None:
+    try:
+        pipe.send(function(*args))
+    except Exception as error:  # of any kind: the result of the cell
+        pipe.send({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"[:500]})
 
 
-def run_in_process(overrides: Overrides) -> dict[str, Any]:
-    """Verify one job in a forked process, so that no cache or thread remains."""
+def run_in_process(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Run one cell in a forked process, so that no cache or thread remains."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run_apart, args=(overrides, theirs))
+    process = context.Process(target=_run_apart, args=(function, args, theirs))
     process.start()
     theirs.close()
     try:
@@ -271,7 +274,7 @@ def run(only: str, minutes: float, changed: bool) -> None:
             due.append((name, overrides))
 
     def run_until_deadline(overrides: Overrides) -> dict[str, Any] | None:
-        return run_in_process(overrides) if time.monotonic() < end else None
+        return run_in_process(run_pair, overrides) if time.monotonic() < end else None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = pool.map(run_until_deadline, [overrides for _, overrides in due])

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import multiprocessing
 import platform
 import sys
 import tempfile
@@ -33,7 +32,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.composability import run_pair  # noqa: E402
+from benchmarks.composability import run_in_process, run_pair  # noqa: E402
 from weft.config.files import write_json  # noqa: E402
 from weft.models import FAMILIES  # noqa: E402
 
@@ -135,28 +134,6 @@ COLUMNS: dict[str, Run] = {
 }
 
 
-def _run_apart(kind: str, column: str, pipe: Any) -> None:
-    try:
-        pipe.send(COLUMNS[column](kind, column))
-    except Exception as error:  # of any kind: the result of the cell
-        pipe.send({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"[:500]})
-
-
-def run_in_process(kind: str, column: str) -> dict[str, Any]:
-    """Run one cell in a forked process, so that no cache or thread remains."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run_apart, args=(kind, column, theirs))
-    process.start()
-    theirs.close()
-    try:
-        outcome: dict[str, Any] = ours.recv()
-    except EOFError:
-        outcome = {"outcome": "failed", "reason": "the process died"}
-    process.join()
-    return outcome
-
-
 def read_results() -> dict[str, Any]:
     """Return the record: date, versions, and the outcome of every cell by family and column."""
     record: dict[str, Any] = {"families": {}}
@@ -178,7 +155,7 @@ def run(kinds: list[str], again: bool) -> None:
         for column in COLUMNS:
             known = cells.get(column, {}).get("outcome")
             if known is None or (again and known in ("failed", "wrong", "refused")):
-                cells[column] = run_in_process(kind, column)
+                cells[column] = run_in_process(COLUMNS[column], kind, column)
                 text = f"{cells[column]['outcome']:8} {cells[column]['reason'][:300]}"
                 print(f"{kind:14} {column:10} {text}", flush=True)
                 write_json(RESULTS, record, indent=1)

@@ -522,3 +522,8 @@ def test_builtin_families_are_complete() -> None:
         for preset in family.presets.values():
             assert isinstance(preset, family.config)
             assert family.check(preset) == []
+
+
+def test_build_impossible_config_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.num_kv_heads=3"):
+        FAMILIES["llama"].build(SMALL.model_copy(update={"num_kv_heads": 3}))

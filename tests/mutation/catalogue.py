@@ -1018,7 +1018,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "wrong offset",
-        "the last rank's ids begin after equal shards of its own length",
+        "the last rank's ids begin after shards as short as its shard",
         "parallel/tensor_parallel.py",
         "first = chunk_range(full.shape[0], mesh.size(), mesh.get_local_rank()).start",
         "first = mesh.get_local_rank() * len(module.weight)",

@@ -78,9 +78,16 @@ def supports_formulas(plan: Plan) -> bool:
     """Return True if the formulas describe the model and the pipeline schedule.
 
     The model is a Llama-like decoder with all parameters trained; a file of a schedule is not
-    supported.  The formulas leave out Qwen3's norms of queries and keys.
+    supported.  The formulas leave out norms of queries and keys, and those after attention and
+    feed-forward.
     """
-    is_dense = isinstance(plan.model, DecoderConfig) and not plan.model.num_experts
+    model = plan.model
+    is_dense = (
+        isinstance(model, DecoderConfig)
+        and not (model.num_experts or model.kv_rank)
+        and model.gated
+        and not any(model.is_local(layer) for layer in range(model.num_layers))
+    )
     is_trained = plan.num_trainable_params == plan.num_params
     return is_dense and is_trained and not (plan.pipeline and plan.pipeline.has_schedule_file)
 

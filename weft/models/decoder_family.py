@@ -22,6 +22,17 @@ EXPERT_ENTRIES: dict[str, Any] = {
 }
 
 
+def build(config: DecoderConfig) -> decoder.Decoder:
+    """Build a decoder.
+
+    Raises:
+        ValueError: with every reason why the model cannot be built.
+    """
+    if errors := check(config):
+        raise ValueError("\n".join(str(error) for error in errors))
+    return decoder.Decoder(config)
+
+
 def choose_entries(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries that replace those of `FAMILY` for a configuration."""
     entries = dict(EXPERT_ENTRIES) if config.num_experts else {}
@@ -33,7 +44,7 @@ def choose_entries(config: DecoderConfig) -> dict[str, Any]:
 FAMILY = Family(
     config=DecoderConfig,
     presets={},
-    build=decoder.Decoder,
+    build=build,
     check=check,
     blocks=decoder.blocks,
     get_init=decoder.get_init,

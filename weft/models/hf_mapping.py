@@ -149,7 +149,7 @@ def _block_shapes(family: Family, config: Any, has_experts: bool) -> dict[str, t
     if has_experts:
         update |= {"dense_layers": 0, "expert_interval": 1}
     elif getattr(config, "num_experts", 0):
-        update |= {"num_experts": 0}
+        config = simplify(config.model_copy(update={"num_experts": 0}))  # valid without experts
     with torch.device("meta"):
         model = family.build(config.model_copy(update=update))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -58,7 +58,7 @@ def draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
     if base.num_experts:
         fields |= _draw_experts(base, ep, tp, ffn_unit, rng)
     job = {"model.kind": kind, "model.preset": next(iter(family.presets))}
-    job |= {f"model.{n}": str(x) for n, x in fields.items() if n in family.config.model_fields}
+    job |= {f"model.{n}": str(x) for n, x in fields.items()}
     batch = sequences * degrees["dp_shard"] * degrees["dp_replicate"]
     job |= {
         "parallel.dp_shard": "1",

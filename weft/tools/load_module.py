@@ -29,7 +29,7 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
     """
     local = Path(path).expanduser()
     is_weft = any((directory / "job.toml").is_file() for directory in (local, *local.parents[:2]))
-    if is_weft and not (local / "config.json").is_file():
+    if local.exists() and is_weft and not (local / "config.json").is_file():
         module = load_unsharded(find_checkpoint(local), device)
         return module.to(dtype or torch.float32).eval()
     return _load_hf(locate_model(path, with_weights=True, key="path"), dtype, device)

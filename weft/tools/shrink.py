@@ -453,9 +453,7 @@ def _decoder_sizes(config: DecoderConfig, fields: Mapping[str, Any], unit: int) 
         sizes[name] = "".join(dict.fromkeys(getattr(config, name)))
     if config.rope_scaling != "none":  # so that it has an effect
         sizes["rope_original_context"] = max(1, seq_len // 2)
-    if not config.num_experts:
-        sizes["num_experts"] = 0
-    elif config.expert_groups > 1:
+    if config.expert_groups > 1:
         sizes |= {"expert_groups": 2, "active_groups": min(2, config.active_groups)}
     head_dim = fields["head_dim"]
     rope_dim = int(head_dim * config.rope_fraction)
