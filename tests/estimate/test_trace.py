@@ -223,9 +223,13 @@ def is_equal(extrapolated: dict[str, Any], reference: dict[str, Any]) -> bool:
 
 # --------------------------------------------------------------------------- extrapolation
 
+EXPERTS = "model.kind=moe model.preset=toy-moe"
+WINDOW = "model.sliding_window=8 model.layer_pattern"
+
 # Blocks, microbatches, layout.
 LARGER = [
     (5, 5, "dp_shard2 tp2"),  # one more than the four recorded, see RECORDED_COUNTS
+    (11, 1, f"tp2 {EXPERTS} model.dense_layers=3"),
 ]
 EXTRA = [
     (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
@@ -254,6 +258,14 @@ EXTRA = [
     (9, 8, "dp_shard2 pp2 pipeline.schedule=LoopedBFS activation_checkpoint.mode=full"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 pipeline.schedule=DualPipeV"),
+    # Patterns of blocks.
+    (13, 1, f"cp2 {WINDOW}=LG"),
+    (20, 5, f"dp_shard2 {WINDOW}=LLG model.attention_sinks=true"),
+    (20, 5, f"dp_shard2 pp2 pipeline.layers_per_stage=[9,11] {WINDOW}=GL model.rope_pattern=RN"),
+    (27, 1, f"{WINDOW}=LGL activation_checkpoint.mode=full activation_checkpoint.every_n_layers=2"),
+    (12, 1, f"dp_shard2 {EXPERTS} model.dense_layers=3"),
+    (16, 5, f"dp_shard2 pp2 pipeline.layers_per_stage=[9,7] {EXPERTS} model.dense_layers=1"),
+    (15, 1, f"dp_shard2 {EXPERTS} model.expert_interval=2"),
     # Two copies of a table, on two ranks and on one.
     (20, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B model.tied_embeddings=true"),
     (20, 8, "pp2 pipeline.schedule=ZBVZeroBubble model.tied_embeddings=true"),
@@ -273,7 +285,7 @@ def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
 
 def traced_whole(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[RankTrace]:
     with monkeypatch.context() as patch:
-        patch.setattr(tracing, "shrink_plan", lambda plan, max_count, group_size, all_blocks: plan)
+        patch.setattr(tracing, "shrink_plan", lambda plan, *_: plan)
         patch.setattr(tracing, "fold_stages", lambda plan: None)
         return trace_ranks(plan)
 
@@ -314,7 +326,8 @@ def test_traces_extrapolated_step_equals_the_whole_step(
         assert flops_of(extrapolated) == flops_of(full)
         assert communication_by_axis(extrapolated, None) == communication_by_axis(full, None)
         assert optimizer_peak(extrapolated) == pytest.approx(optimizer_peak(full), rel=1e-3)
-        late = 0.01 if plan.pp > 1 else 0.0
+        # One tensor has the loads of the experts of all layers.
+        late = 0.01 if plan.pp > 1 else 1e-4 * (EXPERTS in layout)
         assert peak_live_bytes(extrapolated) == pytest.approx(peak_live_bytes(full), rel=late)
         a, b = simulate_memory(extrapolated, caching=False), simulate_memory(full, caching=False)
         assert a.reserved == pytest.approx(b.reserved, rel=0.01)

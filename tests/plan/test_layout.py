@@ -221,6 +221,34 @@ def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> Non
     assert planned(f"{documents}=false activation_checkpoint.mode=full", machine=CUDA)
 
 
+@pytest.mark.parametrize(
+    ("masked", "plain"),
+    [
+        (
+            "model.sliding_window=60 model.layer_pattern=L",
+            "model.sliding_window=64 model.layer_pattern=L",
+        ),
+        (
+            "model.attention_chunk=16 model.layer_pattern=GL",
+            "model.attention_chunk=64 model.layer_pattern=GL",
+        ),
+        ("model.attention_sinks=true", ""),
+        ("model.attention_softcap=30", "model.attention_softcap=30 cp=2"),
+        ("model.attention_softcap=30 cp=2 cp_method=ulysses", "cp=2 cp_method=ulysses"),
+    ],
+)
+def test_masks_and_options_on_cuda_need_the_compiler_where_operators_are_chosen(
+    masked: str, plain: str
+) -> None:
+    selective = "train.seq_len=64 activation_checkpoint.mode=selective"
+    (error,) = refused(f"{selective} {masked}", machine=CUDA)
+    assert error.key == "activation_checkpoint.mode"
+    assert "all attention scores" in error.rule
+    assert planned(f"{selective} {plain}", machine=CUDA)
+    if "cp" not in masked:
+        assert planned(f"{selective} compile.enable=true {masked}", machine=CUDA)
+
+
 def test_layout_hundreds_of_processes_on_a_cpu_are_refused() -> None:
     (error,) = refused(
         "dp_shard=8 tp=8 pp=8 train.global_batch_size=512", machine=Machine("cpu", 2)

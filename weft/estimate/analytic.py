@@ -86,7 +86,7 @@ def supports_formulas(plan: Plan) -> bool:
         isinstance(model, DecoderConfig)
         and not (model.num_experts or model.kv_rank)
         and model.gated
-        and not any(model.is_local(layer) for layer in range(model.num_layers))
+        and model.has_plain_attention(plan.seq_len)
     )
     is_trained = plan.num_trainable_params == plan.num_params
     return is_dense and is_trained and not (plan.pipeline and plan.pipeline.has_schedule_file)

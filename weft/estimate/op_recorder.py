@@ -141,6 +141,12 @@ def _op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     """
     packet = func.overloadpacket
     name = packet.__name__
+    if name.startswith("flex_attention"):
+        backward = "backward" in name
+        query, value = (args[1], args[3]) if backward else (args[0], args[2])
+        widths = (3, 2) if backward else (1, 1)  # backward computes the scores again
+        width = widths[0] * query.shape[3] + widths[1] * value.shape[3]
+        return float(2 * math.prod(query.shape[:2]) * args[-1] * width)
     if "attention" in name and "_for_cpu" in name:
         # PyTorch's FLOP registry lacks the CPU kernels; the arithmetic is the same.
         backward = "backward" in name

@@ -15,7 +15,7 @@ tensors.  `tests/fake_cuda` can, with a small library that needs a compiler.
 
 from __future__ import annotations
 
-import itertools
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,13 +33,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from weft.checkpoint.state_dict import trainable_parameters
-from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
 from weft.estimate.op_locations import register_host_copies, register_storages, track_locations
 from weft.estimate.op_recorder import Event, OpCall, OpLocation, OpRecorder, OpTrace
 from weft.estimate.private_trace import fake_process_group, local_tensor
+from weft.estimate.small_plan import (
+    find_layer_pattern,
+    fold_stages,
+    make_traceable,
+    reshards_stages,
+    shrink_plan,
+    use_sequential_schedule,
+)
 from weft.estimate.trace_cache import load_or_compute
+from weft.estimate.traced_attention import trace_flex_attention
 from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
@@ -52,13 +60,14 @@ from weft.plan.pipeline_schedule import (
     stage_indices,
 )
 from weft.plan.placement import coordinates_to_rank
-from weft.plan.plan import Plan, Stage
+from weft.plan.plan import Plan
 from weft.train import loss, setup
 from weft.train.run import manual_gc
 from weft.train.setup import Built, Rank, build
 
-# Blocks per stage, and microbatches, to record; the second value if the first does not suffice.
-RECORDED_COUNTS = (4, 6)
+# Groups of blocks per stage (None: all) and microbatches to record; the next pair if one does not
+# suffice.
+RECORDED_COUNTS: tuple[tuple[int | None, int], ...] = ((4, 4), (6, 6), (None, 6))
 # Microbatches per pipeline rank after which the peak of memory does not grow.
 STEADY_MICROBATCHES = 5
 
@@ -256,34 +265,27 @@ def trace_ranks(plan: Plan, cached: bool = False) -> list[RankTrace]:
 
     ``cached``: keep recordings on disk; see `weft.estimate.trace_cache`.
 
-    The trace runs a step of few blocks and microbatches and extrapolates it.  Ranks of several
-    stages are combined from recorded stages of each kind (see `fold_stages`).  Other ranks share a
-    recording if they differ only in the number of blocks.  If blocks differ, more blocks run.  All
-    blocks run if the optimizer does not treat parameters one by one: Muon exchanges the matrices of
-    all blocks at once.
+    The trace runs a step of few blocks and microbatches and extrapolates it.  Blocks of a pattern
+    (`find_layer_pattern`) form groups, which are alike.  Ranks of several stages are combined from
+    recorded stages of each kind (see `fold_stages`).  Other ranks share a recording if they differ
+    only in the number of blocks.  If groups differ, more of them run, then all blocks, then all
+    microbatches.  All blocks run if the optimizer does not treat parameters one by one: Muon
+    exchanges the matrices of all blocks at once.
     """
-    group_size = plan.job.activation_checkpoint.period
     if reshards_stages(plan):
         return _trace_ranks(plan, plan, 1, cached)
-    for num_recorded in RECORDED_COUNTS:
+    first, period = find_layer_pattern(plan)
+    group_size = math.lcm(plan.job.activation_checkpoint.period, period)
+    for num_groups, num_microbatches in RECORDED_COUNTS:
+        max_groups = None
+        if num_groups and plan.optimizer == "adamw":
+            max_groups = num_groups + 2 * -(-first // group_size)  # the middle follows the first
         try:
-            small_plan = shrink_plan(
-                plan, num_recorded, group_size, all_blocks=plan.optimizer != "adamw"
-            )
+            small_plan = shrink_plan(plan, max_groups, group_size, num_microbatches)
             return _trace_ranks(plan, small_plan, group_size, cached)
         except HeterogeneousLayers:
             continue
     return _trace_ranks(plan, plan, 1, cached)
-
-
-def reshards_stages(plan: Plan) -> bool:
-    """Return True if PyTorch's pipeline runtime reshards whole stages.
-
-    The order of actions then decides when it gathers them.
-    """
-    if plan.pipeline is None or plan.reshard_after_forward is False:
-        return False
-    return max(Counter(plan.pipeline.stage_ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
 
 
 def _trace_ranks(plan: Plan, small_plan: Plan, group_size: int, cached: bool) -> list[RankTrace]:
@@ -346,43 +348,6 @@ def drop_middle(
     ]
 
 
-def fold_stages(plan: Plan) -> tuple[Plan, list[int]] | None:
-    """Return a plan whose first rank has one stage of each kind, and a kind per stage.
-
-    The kinds are the first stage, the last one, and middle ones by number of blocks.  Other ranks
-    hold the stages between them.  Return None if each rank has one stage, if neighboring stages
-    share a rank, if a stage's work depends on the other stages, or with tied embeddings, whose two
-    copies cost less on one rank.
-    """
-    pipeline = plan.pipeline
-    if pipeline is None or len(pipeline.stages) == plan.pp or plan.optimizer != "adamw":
-        return None
-    if any(a == b for a, b in itertools.pairwise(pipeline.stage_ranks)) or reshards_stages(plan):
-        return None
-    if plan.tied_ranks is not None:
-        return None
-    kinds: dict[object, int] = {}
-    stages: list[Stage] = []
-    source_stages, first, last = [], 0, plan.model.num_layers + 1
-    for stage in pipeline.stages:
-        ends = (0 in stage.units) + (last in stage.units)
-        kind = stage.num_blocks, 0 in stage.units, last in stage.units
-        source_stages.append(kinds.setdefault(kind, len(kinds)))
-        if source_stages[-1] * plan.pp < len(stages):
-            continue  # this kind is recorded
-        while len(stages) % plan.pp:
-            stages.append(replace(stage, first_unit=first, end_unit=first + 1, num_blocks=1))
-            first += 1
-        stages.append(replace(stage, first_unit=first, end_unit=first + stage.num_blocks + ends))
-        first = stages[-1].end_unit
-    ranks = tuple(index % plan.pp for index in range(len(stages)))
-    in_flight = (plan.num_microbatches,) * len(stages)
-    pipeline = replace(pipeline, stages=tuple(stages), stage_ranks=ranks, in_flight=in_flight)
-    model = plan.model.model_copy(update={"num_layers": first - 2})
-    folded = replace(plan, pipeline=pipeline, model=model)
-    return None if reshards_stages(folded) else (folded, source_stages)
-
-
 def record_rank(
     plan: Plan, small_plan: Plan, pp: int, group_size: int
 ) -> tuple[OpTrace, StepSize, dict[str, CommGroup]]:
@@ -392,7 +357,8 @@ def record_rank(
     # all messages until the end.
     keep_sent = plan.pipeline is None or plan.schedule_name != "1F1B"
     world = fake_world(rank, plan.world_size, keep_sent)
-    with world as mode, tempfile.TemporaryDirectory() as directory:
+    flex = trace_flex_attention(plan.device)
+    with world as mode, flex, tempfile.TemporaryDirectory() as directory:
         has_fewer_microbatches = small_plan.num_microbatches < plan.num_microbatches
         if (
             small_plan.pipeline is not None
@@ -416,31 +382,20 @@ def record_rank(
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
 
 
-def make_traceable(plan: Plan, device: str) -> Plan:
-    """Return a plan that fake tensors can trace, with equivalent work on ``device``.
-
-    A compiled block does the work of an eager one.  On GPUs the attention kernel separates
-    documents without additional memory.
-    """
-    job = plan.job
-    changes: dict[str, dict[str, object]] = {
-        "compile": {"enable": False},
-        "parallel": {"symmetric_memory": False},
-    }
-    if device == "cuda":
-        changes["data"] = {"packing": "windows"}
-        if job.data.format == "chat":
-            changes["data"]["format"] = "text"
-    return replace(plan, job=replace_sections(job, **changes))
-
-
 def stage_signature(plan: Plan, pp: int) -> object:
     """Return the key that pipeline ranks with the same work share."""
     if plan.pipeline is None:
         return None
-    last = plan.model.num_layers + 1
-    stages = plan.pipeline.stages_by_rank[pp]
-    return tuple((stage.num_blocks, 0 in stage.units, last in stage.units) for stage in stages)
+    kind, last = plan.family.layer_kind, plan.model.num_layers + 1
+    return tuple(
+        (
+            stage.num_blocks,
+            tuple(kind(plan.model, unit - 1) for unit in stage.units if 0 < unit < last and kind),
+            0 in stage.units,
+            last in stage.units,
+        )
+        for stage in plan.pipeline.stages_by_rank[pp]
+    )
 
 
 def step_size(plan: Plan, pp: int, group_size: int) -> StepSize:
@@ -450,71 +405,6 @@ def step_size(plan: Plan, pp: int, group_size: int) -> StepSize:
     else:
         counts = [stage.num_blocks for stage in plan.pipeline.stages_by_rank[pp]]
     return StepSize(tuple(max(1, count // group_size) for count in counts), plan.num_microbatches)
-
-
-def shrink_plan(plan: Plan, max_count: int, group_size: int, all_blocks: bool) -> Plan:
-    """Return a plan with few block groups per stage and few microbatches.
-
-    The last group takes the remaining blocks.
-
-    Args:
-        plan: the full plan.
-        max_count: the most groups per stage, and the most microbatches.
-        group_size: number of blocks in a group.
-        all_blocks: reduce only the microbatches.
-    """
-    if not hasattr(plan.model, "num_layers"):
-        return plan  # a user's family may count its blocks differently
-
-    def recorded_blocks(blocks: int) -> int:
-        return blocks if all_blocks else min(blocks, max_count * group_size + blocks % group_size)
-
-    microbatches = min(plan.num_microbatches, max_count)
-    num_sequences = (
-        plan.local_batch_size - (plan.num_microbatches - microbatches) * plan.microbatch_size
-    )
-    plan = replace(plan, num_microbatches=microbatches, local_batch_size=num_sequences)
-    if plan.pipeline is None:
-        layers = recorded_blocks(plan.model.num_layers)
-    else:
-        stages, first, last = [], 0, plan.model.num_layers + 1
-        for stage in plan.pipeline.stages:
-            blocks = recorded_blocks(stage.num_blocks)
-            end = first + blocks + (0 in stage.units) + (last in stage.units)
-            stages.append(replace(stage, first_unit=first, end_unit=end, num_blocks=blocks))
-            first = end
-        layers = first - 2
-        plan = replace(plan, pipeline=replace(plan.pipeline, stages=tuple(stages)))
-    return replace(plan, model=plan.model.model_copy(update={"num_layers": layers}))
-
-
-def use_sequential_schedule(plan: Plan, split_backward: bool, directory: Path) -> Plan:
-    """Return a plan that runs one microbatch after the other.
-
-    Such a schedule allows any number of microbatches.
-
-    Args:
-        plan: has a pipeline.
-        split_backward: split backward passes into halves.
-        directory: for the schedule's file.
-    """
-    pipeline = plan.pipeline
-    assert pipeline is not None
-    if len(set(pipeline.stage_ranks)) == len(pipeline.stages) and not pipeline.has_schedule_file:
-        return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
-    lines = []
-    for rank in range(plan.pp):
-        stages = pipeline.stages_on_rank(rank)
-        cells = []
-        for microbatch in range(plan.num_microbatches):
-            cells += [f"{stage}F{microbatch}" for stage in stages]
-            for stage in reversed(stages):
-                kinds = "IW" if split_backward else "B"
-                cells += [f"{stage}{kind}{microbatch}" for kind in kinds]
-        lines.append(",".join(cells))
-    path = directory / "order.csv"
-    path.write_text("\n".join(lines) + "\n")
-    return replace(plan, pipeline=replace(pipeline, schedule=str(path)))
 
 
 def rank_actions(plan: Plan, pp: int) -> dict[Segment, Action]:

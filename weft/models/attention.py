@@ -77,6 +77,11 @@ def first_visible(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tens
     return starts_BT.maximum(positions_T - (window - 1)) if window else starts_BT
 
 
+def has_flex_attention(x: Tensor) -> bool:
+    """Return True if FlexAttention computes masks and options on the device of ``x``."""
+    return x.is_cuda
+
+
 def document_mask(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tensor | BlockMask:
     """Return the causal mask within documents, and within a window or chunk.
 
@@ -91,7 +96,7 @@ def document_mask(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tens
         whole blocks.
     """
     starts_BT = first_visible(documents_BT, window, chunk)
-    if documents_BT.is_cuda:
+    if has_flex_attention(documents_BT):
         return interval_block_mask(starts_BT)
     keys_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     return ((keys_T >= starts_BT.unsqueeze(2)) & (keys_T <= keys_T.unsqueeze(1))).unsqueeze(1)
@@ -173,7 +178,7 @@ def attend(
     """
     is_local = 0 < (options.window or options.chunk) < k_BTGK.shape[1]
     is_plain = options.softcap == 0 and options.sinks_H is None
-    if mask_B1TT is None and (is_local or (q_BTHK.is_cuda and not is_plain)):
+    if mask_B1TT is None and (is_local or (has_flex_attention(q_BTHK) and not is_plain)):
         mask_B1TT = causal_mask(q_BTHK[:, :, 0, 0], options.window, options.chunk)
     q_BHTK, k_BGTK, v_BGTV = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
     if isinstance(mask_B1TT, BlockMask):

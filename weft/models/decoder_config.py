@@ -201,6 +201,16 @@ class DecoderConfig(Section):
         has_limit = bool(self.sliding_window or self.attention_chunk)
         return has_limit and self.layer_pattern[layer % len(self.layer_pattern)] == "L"
 
+    def has_plain_attention(self, seq_len: int) -> bool:
+        """Return True if a causal kernel computes the attention of all layers."""
+        limit = self.sliding_window or self.attention_chunk
+        is_local = limit < seq_len and any(map(self.is_local, range(self.num_layers)))
+        return not (is_local or self.attention_softcap or self.attention_sinks)
+
     def has_rope(self, layer: int) -> bool:
         """Return True if the layer has rotary positions."""
         return self.rope_pattern[layer % len(self.rope_pattern)] == "R"
+
+    def layer_kind(self, layer: int) -> tuple[bool, bool, bool]:
+        """Return a key that is equal for layers that do the same work."""
+        return self.has_experts(layer), self.is_local(layer), self.has_rope(layer)

@@ -48,9 +48,9 @@ def block_params(config: DecoderConfig, layer: int) -> BlockParams:
 
 
 def _each_block(config: DecoderConfig) -> list[BlockParams]:
-    """Return the parameters of every block; only feed-forward layers differ."""
-    first_of_kind: dict[bool, int] = {}
-    layers = [first_of_kind.setdefault(config.has_experts(i), i) for i in range(config.num_layers)]
+    """Return the parameters of every block."""
+    first_of_kind: dict[object, int] = {}
+    layers = [first_of_kind.setdefault(config.layer_kind(i), i) for i in range(config.num_layers)]
     return [block_params(config, layer) for layer in layers]
 
 

@@ -56,6 +56,7 @@ FAMILY = Family(
     prune_to_stage=decoder.prune_to_stage,
     tied_parameter="embed_tokens.weight",
     enable_fused_loss=decoder.enable_fused_loss,
+    layer_kind=DecoderConfig.layer_kind,
     choose_entries=choose_entries,
 )
 

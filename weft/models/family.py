@@ -103,6 +103,8 @@ class Family:
         enable_fused_loss: module -> callable that returns the last product's weight ``[V, D]``.
             The module then returns that product's input ``[B, T, D]``, and the loss never
             builds all logits.
+        layer_kind: (config, index of a block) -> key; blocks with equal keys do the same work.
+            Without it, all do.
         moe_layers: module -> its `weft.models.moe.MoE` layers; expert parallelism.
         num_active_params: config -> parameters that one token uses.
         hf_mapping: ``weft export`` and ``weft import``.
@@ -124,6 +126,7 @@ class Family:
     prune_to_stage: Callable[[Any, range], None] | None = None
     tied_parameter: str | None = None
     enable_fused_loss: Callable[[Any], Callable[[], Tensor]] | None = None
+    layer_kind: Callable[[Any, int], object] | None = None
     moe_layers: Callable[[nn.Module], list[Any]] | None = None
     num_active_params: Callable[[Any], int] | None = None
     hf_mapping: HFMapping | None = None

@@ -130,7 +130,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         fit_errors = ConfigErrors(job) if is_free else errors
         degrees = fit_dp_shard(fit_errors, job, cost, degrees, compute_bytes, available)
     check_layout(errors, job, model, family, degrees)
-    check_device(errors, job, machine.device, machine.peer_access, degrees, local_world_size)
+    hardware = machine.device, machine.peer_access
+    check_device(errors, job, model, *hardware, degrees, local_world_size)
     check_world_size_invariant(errors, job, degrees, compute_dtype)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)

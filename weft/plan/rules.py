@@ -13,6 +13,7 @@ from typing import Any
 from weft.config.errors import ConfigErrors
 from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
+from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import ParallelDims, divisors, format_choices, nearest_divisors
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
 from weft.plan.shard_sizes import chunk_range, query_heads
@@ -99,6 +100,7 @@ def check_full_microbatches(
 def check_device(
     errors: ConfigErrors,
     job: Job,
+    model: Any,
     device: str,
     peer_access: bool,
     degrees: ParallelDims,
@@ -109,6 +111,7 @@ def check_device(
     Args:
         errors: receives the errors.
         job: keys of the run.
+        model: the family's configuration.
         device: cpu or cuda.
         peer_access: True if the devices of a node can read each other's memory.
         degrees: degrees of all axes.
@@ -116,11 +119,12 @@ def check_device(
     """
     mode = job.activation_checkpoint.mode
     wraps_operators = mode in ("selective", "budget") and not job.compile.enable
-    if device == "cuda" and job.data.keeps_documents and wraps_operators:
+    if device == "cuda" and wraps_operators and _uses_flex_attention(job, model, degrees.cp):
         # Selective checkpointing runs FlexAttention uncompiled.
         errors.add(
             "activation_checkpoint.mode",
-            "without torch.compile would materialize all attention scores of packed documents",
+            "without torch.compile would materialize all attention scores, because the attention "
+            "has packed documents, a window, a limit or sinks",
             "use compile.enable=true, or activation_checkpoint.mode=full",
             ("data.packing", "data.format", "compile.enable"),
         )
@@ -182,6 +186,16 @@ def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims)
     if job.checkpoint.is_in_run_dir:
         rule = "gives each replica group its own checkpoints (resilience.lighthouse)"
         errors.add("checkpoint.dir", rule, "use a directory that all groups share", (key,))
+
+
+def _uses_flex_attention(job: Job, model: Any, cp: int) -> bool:
+    """Return True if GPUs use FlexAttention: see `weft.models.attention.attend`."""
+    if cp > 1 and job.parallel.cp_method != "ulysses":
+        return False
+    is_decoder = isinstance(model, DecoderConfig)
+    return job.data.keeps_documents or (
+        is_decoder and not model.has_plain_attention(job.train.seq_len)
+    )
 
 
 def _check_optimizer(errors: ConfigErrors, job: Job, family: Family) -> None:
