@@ -648,6 +648,7 @@ LAYOUTS: list[str] = [
     "nf4, tp, 1f1b",
     "dpo, tp, dp_shard",
     "dpo, 1f1b",
+    "dpo, ring, dp_shard",
     "canonical, dp_replicate",
     "selective, tp, persist, dp_shard",
     "full, ring, always",

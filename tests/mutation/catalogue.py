@@ -1485,8 +1485,25 @@ FAULTS: list[Fault] = [
         "stale buffer",
         "an evaluation divides by the tokens of a step",
         "train/step.py",
-        "Microbatch(batch, 1.0) for batch in local",
-        "Microbatch(batch, float(self.plan.tokens_per_step)) for batch in local",
+        "self._shard_sequence(batch_to(b, self.device)) for b in some",
+        "self._shard_sequence(batch_to(b, self.device))._replace("
+        "divisor=float(self.plan.tokens_per_step)) for b in some",
+        LOSS,
+    ),
+    Fault(
+        "preferences",
+        "losses of context-parallel ranks are in the order of the ranks",
+        "parallel/context_parallel.py",
+        "return unshard_sequence(gathered_CBL, load_balance)",
+        "return unshard_sequence(gathered_CBL, False)",
+        (*LOSS, *ATTENTION),
+    ),
+    Fault(
+        "preferences",
+        "every context-parallel rank counts the pairs",
+        "train/step.py",
+        "self._owns_targets = cp_rank == 0 or not self._gathers_losses",
+        "self._owns_targets = True",
         LOSS,
     ),
     Fault(

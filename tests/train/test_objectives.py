@@ -254,6 +254,10 @@ def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
         pytest.param("dp_shard2", marks=pytest.mark.slow),
         pytest.param("pp2 train.microbatch_size=3", marks=pytest.mark.slow),
         "pp2 pipeline.schedule=DualPipeV train.microbatch_size=1",
+        "cp2 tp2 train.microbatch_size=3",
+        pytest.param("cp2 cp_method=allgather cp_load_balance=false", marks=pytest.mark.slow),
+        pytest.param("cp2 cp_method=ulysses dp_shard2", marks=pytest.mark.slow),
+        pytest.param("cp2 pp2 train.microbatch_size=3", marks=pytest.mark.slow),
         "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
     ],
 )
@@ -421,7 +425,6 @@ def test_objective_custom_function_is_trained_and_recorded(
     [
         ([("train.objective", "dpo")], "train.objective", "needs preference data"),
         ([("data.format", "preferences")], "train.objective", "also train on rejected answers"),
-        ([*DPO, ("parallel.cp", "2")], "train.objective", "needs full sequences"),
     ],
 )
 def test_objective_unsupported_keys_are_refused(overrides: Overrides, key: str, rule: str) -> None:

@@ -190,6 +190,23 @@ def unshard_sequence(x_CBL: Tensor, load_balance: bool) -> Tensor:
     return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=1)
 
 
+def gather_values(x_BL: Tensor, group: dist.ProcessGroup, load_balance: bool) -> Tensor:
+    """Return a value of each token of full sequences, ``[B, T]``, on every rank.
+
+    Every rank computes the same from the result, so backward takes each rank's slice: no sum.
+    """
+
+    def gather(x_BL: Tensor, group: dist.ProcessGroup) -> Tensor:
+        gathered_CBL = x_BL.new_empty(group.size(), *x_BL.shape)
+        all_gather(gathered_CBL.flatten(0, 1), x_BL.contiguous(), group=group)
+        return unshard_sequence(gathered_CBL, load_balance)
+
+    def slice_of_rank(grad_BT: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return shard_sequence(grad_BT, group.rank(), group.size(), load_balance)
+
+    return with_adjoint(gather, slice_of_rank)(x_BL, group)
+
+
 # --------------------------------------------------------------------------- ring
 
 

@@ -26,7 +26,7 @@ def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: Para
     _check_replica_groups(errors, job, degrees)
     _check_optimizer(errors, job, family)
     _check_activation_checkpoint(errors, job, family)
-    _check_objective(errors, job, degrees)
+    _check_objective(errors, job)
     if job.train.epochs and job.train.steps != "auto":
         rule = f"and train.steps={job.train.steps} both set the length of the run"
         errors.add("train.epochs", rule, "set one of them")
@@ -228,7 +228,7 @@ def _check_activation_checkpoint(errors: ConfigErrors, job: Job, family: Family)
         errors.add(key, rule, remedy, ("compile.enable", "parallel.cp", "model.kind"))
 
 
-def _check_objective(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
+def _check_objective(errors: ConfigErrors, job: Job) -> None:
     key, objective = "train.objective", job.train.objective
     has_preferences = job.data.has_preferences
     if objective == "dpo" and not has_preferences:
@@ -236,9 +236,6 @@ def _check_objective(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> N
     if objective == "next_token" and has_preferences:
         rule, remedy = "would also train on rejected answers", "use dpo, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))
-    if objective != "next_token" and degrees.cp > 1:
-        rule = "needs full sequences, but parallel.cp splits them over ranks"
-        errors.add(key, rule, "use parallel.cp=1", ("parallel.cp",))
 
 
 def _check_profile(errors: ConfigErrors, job: Job) -> None:

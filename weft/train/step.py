@@ -23,7 +23,7 @@ from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
-from weft.parallel.context_parallel import shard_documents, shard_sequence
+from weft.parallel.context_parallel import gather_values, shard_documents, shard_sequence
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
@@ -47,10 +47,17 @@ from weft.train.loss import (
 
 
 class Microbatch(NamedTuple):
-    """Tokens of one forward pass on this rank, and the divisor of their summed loss."""
+    """Input of one forward pass on this rank.
+
+    Attributes:
+        batch: this rank's tokens.
+        divisor: of the summed loss.
+        sequences: what the objective takes: ``batch``, or its full sequences.
+    """
 
     batch: Batch
     divisor: Tensor | float
+    sequences: Batch
 
 
 class TrainStep:
@@ -59,7 +66,7 @@ class TrainStep:
     Attributes:
         owns_loss: True on the ranks whose loss is part of the sum over ranks.  Ranks without the
             last stage have no loss; tensor-parallel ranks compute the same loss, so the first
-            owns it.
+            owns it.  So do context-parallel ranks, if the objective needs full sequences.
         loss_by_source: float32 (S, 2): summed loss in nats and its count (tokens, or pairs) for
             each source, on this rank, of the last global batch.  None without a mixture.
         metrics: float32 (M, 2): sum and count of each metric of the objective.  None without any.
@@ -85,6 +92,7 @@ class TrainStep:
         vocab_size = len(chunk_range(plan.model.vocab_size, plan.tp, 0))  # the largest of all ranks
         self._vocab_range = chunk_range(plan.model.vocab_size, plan.tp, mesh.coordinates["tp"])
         self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)
+        self._gathers_losses = plan.cp > 1 and not self.objective.is_token_sum
         can_fuse = family.enable_fused_loss is not None and self.objective.is_token_sum
         fused_loss = can_fuse and self._chunk_tokens < tokens
         self.schedule: Any = None
@@ -118,7 +126,9 @@ class TrainStep:
             assert family.enable_fused_loss is not None
             self._head_weight = family.enable_fused_loss(last_part)
         self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
-        self.owns_loss = has_last_stage and mesh.coordinates["tp"] == 0
+        self._owns_targets = cp_rank == 0 or not self._gathers_losses
+        is_first = mesh.coordinates["tp"] == 0 and self._owns_targets
+        self.owns_loss = has_last_stage and is_first
         self.loss_by_source: Tensor | None = None
         if (num_sources := len(job.data.sources)) > 1:
             self.loss_by_source = torch.zeros(num_sources, 2, device=device)
@@ -150,12 +160,11 @@ class TrainStep:
             self._float8_gather.update_scales()
         self._reset_metrics()
         self.balance.reset()
-        batches = [self._shard_sequence(batch) for batch in batches]
-        count = _sum([self.objective.counts(batch).sum() for batch in batches])
-        count = self.mesh.all_reduce_dp_cp(count)
+        microbatches = [self._shard_sequence(batch) for batch in batches]
+        count = self.mesh.all_reduce_dp_cp(self._count(microbatches))
         sum_over_replicas([count])
         divisor = count.clamp(min=1)  # without targets, loss and gradients are zero
-        microbatches = [Microbatch(batch, divisor) for batch in batches]
+        microbatches = [microbatch._replace(divisor=divisor) for microbatch in microbatches]
         if self.schedule is not None:
             losses = self._run_schedule(microbatches)
             self._tied.sum_gradients()
@@ -218,8 +227,7 @@ class TrainStep:
         count_at_once = self.plan.num_microbatches if self.schedule is not None else 1
         remaining = iter(batches)
         while some := list(islice(remaining, count_at_once)):
-            local = [self._shard_sequence(batch_to(batch, self.device)) for batch in some]
-            microbatches = [Microbatch(batch, 1.0) for batch in local]
+            microbatches = [self._shard_sequence(batch_to(b, self.device)) for b in some]
             if self.schedule is not None:
                 with use_forward_only_order(self.schedule):
                     losses = self._run_schedule(microbatches)
@@ -227,7 +235,7 @@ class TrainStep:
                 losses = [self._forward(microbatches[0])]
             loss_and_count[0] += self._local_loss(losses)
             if self.owns_loss:
-                loss_and_count[1] += _sum([self.objective.counts(batch).sum() for batch in local])
+                loss_and_count[1] += self._count(microbatches)
         if dist.get_world_size() > 1:
             dist.all_reduce(loss_and_count)
         for part in self.model_parts:
@@ -248,11 +256,14 @@ class TrainStep:
             output: logits (B, T, V); with the fused loss the hidden states before the head.
             microbatch: its targets and divisor.
         """
-        batch = microbatch.batch
+        batch, _, sequences = microbatch
         with span("loss"):
             if self._head_weight is None:
                 losses_BT = self._cross_entropy(output, batch.targets_BT)
-                losses = self.objective.losses(losses_BT, batch)
+                if self._gathers_losses:
+                    group, load_balance = cast(Any, self.mesh.cp_group), self._cp[-1]
+                    losses_BT = gather_values(losses_BT, group, load_balance)
+                losses = self.objective.losses(losses_BT, sequences)
                 total = losses.loss_B.sum()
             else:
                 total, losses_BT = linear_cross_entropy(
@@ -264,7 +275,7 @@ class TrainStep:
                 )
                 losses = self.objective.losses(losses_BT, batch)
             if self.owns_loss:
-                self._add_metrics(losses, batch)
+                self._add_metrics(losses, sequences)
             return total / microbatch.divisor
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -274,6 +285,11 @@ class TrainStep:
         group = self.mesh.get_group("tp") if self.plan.tp > 1 else None
         first, is_compiled = self._vocab_range.start, self.plan.is_compiled
         return cross_entropy(logits_BTV, targets_BT, group, is_compiled, first)
+
+    def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Return how much this rank's sequences count, together."""
+        counts = [self.objective.counts(m.sequences).sum() for m in microbatches]
+        return _sum(counts) * self._owns_targets
 
     def _reset_metrics(self) -> None:
         for sums in (self.loss_by_source, self.metrics):
@@ -310,7 +326,8 @@ class TrainStep:
         """
         plan = self.plan
         assert plan.pipeline is not None
-        empty = microbatches[0]._replace(batch=_without_targets(microbatches[0].batch))
+        batch, divisor, sequences = microbatches[0]
+        empty = Microbatch(_without_targets(batch), divisor, _without_targets(sequences))
         padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))
         has_first = 0 in plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
         losses: list[Tensor] = []
@@ -331,16 +348,24 @@ class TrainStep:
         )
         return losses
 
-    def _shard_sequence(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of a batch, with positions if they need them.
+    def _shard_sequence(self, batch: Batch) -> Microbatch:
+        """Return a microbatch of this rank's tokens, with positions if they need them.
 
-        Document ids become what `shard_documents` returns.
+        Document ids become what `shard_documents` returns.  The divisor is 1.
         """
         if self.schedule is not None:
             batch = _pad(batch, self.plan.microbatch_size)
-        if (documents := batch.documents_BT) is not None:
-            documents = shard_documents(documents, *self._cp, self.device)
-            batch = batch._replace(documents_BT=documents)
+        full, documents = batch, batch.documents_BT
+        if documents is not None:
+            batch = full._replace(documents_BT=shard_documents(documents, *self._cp, self.device))
+        local = self._shard_columns(batch)
+        if not self._gathers_losses:
+            return Microbatch(local, 1.0, local)
+        if documents is not None:
+            full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
+        return Microbatch(local, 1.0, full)
+
+    def _shard_columns(self, batch: Batch) -> Batch:
         _, cp_rank, cp_size, load_balance = self._cp
         if cp_size == 1 and self.schedule is None:
             return batch
