@@ -658,6 +658,7 @@ LAYOUTS: list[str] = [
     "cpu offload, dp_shard, tp",
     "muon, dp_shard, tp",
     "muon, 1f1b",
+    "moe, muon, dp_shard, ep",
     "two stages, dp_shard4",
     "over two, dp_shard4",
     "chunks, tp, dp_shard",

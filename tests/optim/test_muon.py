@@ -21,6 +21,13 @@ from weft.train.setup import build
 MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
 
 
+def test_orthogonal_stack_is_each_of_its_matrices() -> None:
+    stack = torch.randn(3, 8, 20)
+    expected = torch.stack([orthogonalize(matrix) for matrix in stack])
+    torch.testing.assert_close(orthogonalize(stack), expected)
+    torch.testing.assert_close(orthogonalize(stack.mT), expected.mT)
+
+
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 40)])
 def test_orthogonal_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(*shape)
@@ -35,8 +42,10 @@ def test_orthogonal_singular_values_become_about_one(shape: tuple[int, int]) -> 
     assert orthogonalize(torch.zeros(shape)).abs().max() == 0
 
 
-def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
-    matrix, table = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(8, 12))
+@pytest.mark.parametrize("is_stack", [False, True])
+def test_muon_matrices_take_muon_steps_the_rest_adamw(is_stack: bool) -> None:
+    shape = (3, 8, 12) if is_stack else (8, 12)
+    matrix, table = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(8, 12))
     groups: list[dict[str, Any]] = [
         {"params": [matrix], "weight_decay": 0.1, "matrices": True},
         {"params": [table], "weight_decay": 0.0, "matrices": False},
@@ -44,12 +53,12 @@ def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
     optimizer = build_muon(groups, MUON)
     copy = nn.Parameter(table.detach().clone())
     reference = torch.optim.AdamW([copy], lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    expected, momentum = matrix.detach().clone(), torch.zeros(8, 12)
+    expected, momentum = matrix.detach().clone(), torch.zeros(shape)
     for step in range(4):
         lr = 0.02 / (step + 1)
         set_learning_rate(optimizer, lr)
         set_learning_rate(reference, lr)
-        matrix.grad, table.grad = torch.randn(8, 12), torch.randn(8, 12)
+        matrix.grad, table.grad = torch.randn(shape), torch.randn(8, 12)
         copy.grad = table.grad.clone()
         momentum = 0.9 * momentum + 0.1 * matrix.grad
         update = orthogonalize(0.9 * momentum + 0.1 * matrix.grad)
@@ -58,6 +67,23 @@ def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
         reference.step()
     torch.testing.assert_close(matrix.detach(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(table, copy)
+
+
+def test_muon_biases_of_experts_are_no_matrices() -> None:
+    (groups,) = run_ranks(group_names, 1)
+    matrices, others = groups
+    assert any(".experts." in name for name in matrices)
+    assert all(name.startswith("layers.") and name.endswith("weight") for name in matrices)
+    assert any(".experts." in name for name in others)
+    assert all("proj.weight" not in name for name in others)
+
+
+def group_names() -> tuple[set[str], set[str]]:
+    built = build(plan_here(small_job(("optim.name", "muon"), *EXPERTS)), this_rank())
+    names: tuple[set[str], set[str]] = set(), set()
+    for group in built.optimizer.param_groups:
+        names[not group["matrices"]].update(group["names"])
+    return names
 
 
 def test_muon_bad_step_changes_no_bit() -> None:
@@ -72,6 +98,14 @@ def test_muon_bad_step_changes_no_bit() -> None:
     assert optimizer.state[matrix]["momentum_buffer"].equal(before[1])
 
 
+EXPERTS = [
+    ("model.kind", "moe"),
+    ("model.preset", "toy-moe"),
+    ("model.num_layers", "2"),
+    ("model.num_experts", "4"),
+    ("model.expert_dim", "24"),
+    ("model.expert_biases", "true"),
+]
 LAYOUTS = {
     "FSDP over 3, uneven": (3, [("train.global_batch_size", "6"), ("parallel.dp_shard", "3")]),
     "replicas": (4, [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]),
@@ -81,6 +115,19 @@ LAYOUTS = {
     "all of them": (
         8,
         [("parallel.tp", "2"), ("parallel.dp_shard", "2"), ("parallel.dp_replicate", "2")],
+    ),
+    "experts, FSDP over 3": (
+        3,
+        [*EXPERTS, ("train.global_batch_size", "6"), ("parallel.dp_shard", "3")],
+    ),
+    "expert parallel": (4, [*EXPERTS, ("parallel.dp_shard", "4"), ("parallel.ep", "2")]),
+    "experts, tensor parallel": (
+        4,
+        [*EXPERTS, ("parallel.dp_shard", "2"), ("parallel.ep", "2"), ("parallel.tp", "2")],
+    ),
+    "more ranks than experts": (
+        4,
+        [*EXPERTS, ("model.num_experts", "2"), ("parallel.dp_shard", "4")],
     ),
     "a pipeline": (2, [("parallel.pp", "2")]),
     "FSDP in a pipeline": (4, [("parallel.pp", "2"), ("parallel.dp_shard", "2")]),
@@ -127,7 +174,15 @@ def make_param(param: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 # Slow: other layouts combine the first three, and the last one takes seconds.
-RARELY = {"all of them", "tensor parallel", "a pipeline", "fewer heads than ranks"}
+RARELY = {
+    "all of them",
+    "tensor parallel",
+    "a pipeline",
+    "fewer heads than ranks",
+    "experts, FSDP over 3",
+    "more ranks than experts",
+    "expert parallel",
+}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +191,7 @@ RARELY = {"all of them", "tensor parallel", "a pipeline", "fewer heads than rank
 )
 def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
-    batch = [override for override in overrides if override[0].startswith("train")]
+    batch = [override for override in overrides if override[0].startswith(("train", "model"))]
     (single,) = run_ranks(update_of, 1, batch)
     many = run_ranks(update_of, ranks, overrides)
     updates_seen = {}

@@ -60,7 +60,6 @@ def test_ep_incompatible_keys_are_refused() -> None:
     )
     keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch_size": 3}
     assert "mixture of experts" in rejections(2, **keys)["train.microbatch_size"]
-    assert "stacks" in rejections(1, optim__name="muon")["optim.name"]
     assert "grouped" in rejections(1, precision__float8="rowwise")["precision.float8"]
 
 

@@ -12,6 +12,9 @@ are assigned to owners by cost, for equal work.  An all-to-all moves as many byt
 of the model in bfloat16.  The layout is read from the tensors, so FSDP, tensor parallelism and both
 together work alike.
 
+*Experts.*  Their weights are stacks of matrices, each with its update.  FSDP and expert parallelism
+shard a stack between matrices: a rank that has all of a matrix is the owner.
+
 The update is scaled to AdamW's usual size, 0.2 sqrt(max(rows, columns)), so that learning rate and
 weight decay mean the same for both (Moonlight, arXiv:2502.16982, section 2.2).
 """
@@ -19,7 +22,9 @@ weight decay mean the same for both (Moonlight, arXiv:2502.16982, section 2.2).
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from weft.config.schema import OptimSection
+from weft.models.layers import is_fake
 from weft.optim.optimizer import adamw_options
 from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
 from weft.parallel.mesh import Groups, create_mesh
@@ -42,7 +48,7 @@ class Muon(torch.optim.AdamW):
     """Muon for groups with ``matrices`` true, fused AdamW for the others.
 
     Args:
-        groups: parameter groups; those with ``matrices`` have 2-D parameters only.
+        groups: parameter groups; those with ``matrices`` have matrices and stacks of them.
         momentum: Nesterov momentum of the matrices.
         **adamw: options of torch's AdamW.
     """
@@ -83,7 +89,7 @@ class Muon(torch.optim.AdamW):
                 if (found_inf := getattr(self, "found_inf", None)) is not None:
                     lr = lr * (1 - found_inf)
                 local.mul_(1 - lr * group_by_param[param]["weight_decay"])
-                local.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape))))
+                local.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape[-2:]))))
 
     def _direction(self, param: Tensor) -> Tensor:
         """Return the Nesterov momentum; zeros if the step is skipped."""
@@ -103,17 +109,19 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return about U V' of a matrix U S V', in its dtype.
+    """Return about U V' of each matrix U S V' ``[..., rows, columns]``, in its dtype.
 
     Singular values end between 0.68 and 1.21; those below 0.002 of the norm may stay smaller, and
     so do all of a matrix whose norm is below 1e-7, the eps of torch.optim.Muon.
     """
-    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = x / x.norm().clamp(min=1e-7)
+    is_wide = matrix.shape[-2] <= matrix.shape[-1]
+    x = matrix.reshape(-1, *matrix.shape[-2:])
+    x = x if is_wide else x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return (x if is_wide else x.mT).reshape(matrix.shape)
 
 
 def _shard_group(param: Tensor, groups: Groups) -> dist.ProcessGroup | None:
@@ -141,26 +149,75 @@ def _build_exchanges(params: list[Any], groups: Groups) -> list[_MatrixExchange]
     return [_MatrixExchange(group_params, group) for group, group_params in by_group.items()]
 
 
+class _Matrix(NamedTuple):
+    """A matrix of a parameter: the parameter itself, or one of a stack.
+
+    Attributes:
+        param: index of the parameter.
+        item: index in the stack.
+        parts: offsets and sizes of each rank's part.
+    """
+
+    param: int
+    item: int
+    parts: list[tuple[list[int], list[int]]]
+
+    def part_numel(self, rank: int) -> int:
+        """Return the number of elements that a rank holds."""
+        return math.prod(self.parts[rank][1])
+
+
 class _MatrixExchange:
     """Matrices that are sharded over one group, and the rank that owns each."""
 
     def __init__(self, params: list[Any], group: dist.ProcessGroup | None) -> None:
-        self.params, self.group = params, group
+        self.group, self.rank = group, 0 if group is None else group.rank()
         size = 1 if group is None else group.size()
-        layout = [(shard_offsets(param), list(to_local(param).shape)) for param in params]
-        self.layouts = [layout]
+        self.params, self.shapes = params, [_stack_shape(param.shape) for param in params]
+        layout = [
+            (_stack_shape(shard_offsets(param), 0), _stack_shape(to_local(param).shape))
+            for param in params
+        ]
+        layouts = [layout]
         if group is not None:
-            self.layouts = [layout] * size
-            dist.all_gather_object(self.layouts, layout, group=group)
-        work = [0.0] * size
-        self.owners = [0] * len(params)
-        cost = [param.numel() * min(param.shape) for param in params]
-        for index in sorted(range(len(params)), key=lambda index: -cost[index]):
-            self.owners[index] = work.index(min(work))
-            work[self.owners[index]] += cost[index]
-        rank = 0 if group is None else group.rank()
-        self.owned = [index for index, owner in enumerate(self.owners) if owner == rank]
-        self.order = sorted(range(len(params)), key=lambda index: self.owners[index])
+            layouts = [layout] * size
+            dist.all_gather_object(layouts, layout, group=group)
+        self.first_items = [offsets[0] for offsets, _ in layout]
+        matrices = [
+            _Matrix(p, item, [_part(*layout[p], item) for layout in layouts])
+            for p, shape in enumerate(self.shapes)
+            for item in range(shape[0])
+        ]
+        owners = self._assign_owners(matrices, size)
+        self.owned = [
+            matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == self.rank
+        ]
+        # An all-to-all sends them by owner.
+        order = sorted(range(len(owners)), key=owners.__getitem__)
+        self.sent = [matrices[i] for i in order]
+        self.to_owners = [0] * size
+        for matrix, owner in zip(matrices, owners, strict=True):
+            self.to_owners[owner] += matrix.part_numel(self.rank)
+        self.from_ranks = [sum(m.part_numel(rank) for m in self.owned) for rank in range(size)]
+
+    def _assign_owners(self, matrices: list[_Matrix], size: int) -> list[int]:
+        """Return the owner of each matrix: the only rank that has all of it, or for equal work."""
+        work, owners, split = [0] * size, [0] * len(matrices), []
+        is_traced = is_fake(to_local(self.params[0]))
+        for i, matrix in enumerate(matrices):
+            num_items, rows, columns = self.shapes[matrix.param]
+            cost = rows * columns * min(rows, columns)
+            holders = [r for r in range(size) if matrix.part_numel(r) == rows * columns]
+            # Ranks of a trace know no other rank's experts, and report these as their own.
+            if len(holders) == 1 or (holders and is_traced and num_items > 1):
+                owners[i] = self.rank if self.rank in holders else holders[0]
+                work[owners[i]] += cost
+            else:
+                split.append((cost, i))
+        for cost, i in sorted(split, key=lambda item: -item[0]):
+            owners[i] = work.index(min(work))
+            work[owners[i]] += cost
+        return owners
 
     def orthogonalize(self, shards: list[Tensor]) -> list[Tensor]:
         """Replace this rank's shards by shards of the orthogonalized matrices, same dtype."""
@@ -169,38 +226,51 @@ class _MatrixExchange:
         device = torch.device(self.params[0].device_mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        send = torch.cat(
-            [_to_compute_dtype(shards[index].to(device)).flatten() for index in self.order]
-        )
-        to_owners = [0] * self.group.size()
-        for index in self.order:
-            to_owners[self.owners[index]] += shards[index].numel()
-        from_ranks = [
-            sum(math.prod(layout[index][1]) for index in self.owned) for layout in self.layouts
-        ]
-        receive = send.new_empty(sum(from_ranks))
-        dist.all_to_all_single(receive, send, from_ranks, to_owners, group=self.group)
+        local = [_to_compute_dtype(shard.to(device)) for shard in shards]
+        parts = [self._part_of(local[matrix.param], matrix) for matrix in self.sent]
+        send = torch.cat([part.flatten() for part in parts])
+        receive = send.new_empty(sum(self.from_ranks))
+        dist.all_to_all_single(receive, send, self.from_ranks, self.to_owners, group=self.group)
 
         # Unshard the owned matrices, then copy the results back into the receive buffer.
-        matrices = {index: receive.new_empty(self.params[index].shape) for index in self.owned}
+        counts = Counter(matrix.param for matrix in self.owned)
+        stacks = {p: receive.new_empty(n, *self.shapes[p][1:]) for p, n in counts.items()}
+        unsharded = [matrix for p in counts for matrix in stacks[p].unbind()]
         views = [
-            _narrow(matrices[index], *layout[index])
-            for layout in self.layouts
-            for index in self.owned
+            _narrow(full, *matrix.parts[rank])
+            for rank in range(len(self.from_ranks))
+            for full, matrix in zip(unsharded, self.owned, strict=True)
         ]
         chunks = torch.split(receive, [view.numel() for view in views])
         for view, values in zip(views, chunks, strict=True):
             view.copy_(values.view(view.shape))
-        for matrix in matrices.values():
-            matrix.copy_(orthogonalize(matrix))
+        for stack in stacks.values():
+            stack.copy_(orthogonalize(stack))
         for view, values in zip(views, chunks, strict=True):
             values.copy_(view.reshape(-1))
-        dist.all_to_all_single(send, receive, to_owners, from_ranks, group=self.group)
-        result = list(shards)
-        returned = torch.split(send, [shards[index].numel() for index in self.order])
-        for index, values in zip(self.order, returned, strict=True):
-            result[index] = values.view(shards[index].shape).to(shards[index])
-        return result
+        dist.all_to_all_single(send, receive, self.to_owners, self.from_ranks, group=self.group)
+        returned = torch.split(send, [part.numel() for part in parts])
+        for part, values in zip(parts, returned, strict=True):
+            part.copy_(values.view(part.shape))
+        return [new.to(old) for new, old in zip(local, shards, strict=True)]
+
+    def _part_of(self, shard: Tensor, matrix: _Matrix) -> Tensor:
+        """Return this rank's part of a matrix, a view of its shard."""
+        stack = shard.view(_stack_shape(shard.shape))
+        if not matrix.part_numel(self.rank):
+            return stack.new_empty(0)
+        return stack[matrix.item - self.first_items[matrix.param]]
+
+
+def _stack_shape(shape: Sequence[int], stack: int = 1) -> list[int]:
+    """Return the sizes or offsets of a stack of matrices; a matrix is a stack of one."""
+    return [*[stack] * (3 - len(shape)), *shape]
+
+
+def _part(offsets: list[int], sizes: list[int], item: int) -> tuple[list[int], list[int]]:
+    """Return offsets and sizes of a shard in one matrix of a stack."""
+    has_part = offsets[0] <= item < offsets[0] + sizes[0]
+    return (offsets[1:], sizes[1:]) if has_part else ([0, 0], [0, 0])
 
 
 def _to_compute_dtype(shard: Tensor) -> Tensor:

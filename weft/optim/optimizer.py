@@ -59,13 +59,14 @@ def build_optimizer(
         optim: the section ``optim``.
         build: entry of `OPTIMIZERS`.
         has_weight_decay: True for names of parameters with weight decay.
-        block_params: parameters of the repeated blocks; the 2-D ones are matrices, not tables.
+        block_params: parameters of the repeated blocks; their weights are matrices, not tables.
     """
     groups: dict[tuple[float, bool, bool], dict[str, nn.Parameter]] = {}
     for name, param in params:
         weight_decay = optim.weight_decay if has_weight_decay(name) else 0.0
         low_precision = param.dim() >= 2 and param in block_params
-        key = (weight_decay, low_precision and param.dim() == 2, low_precision)
+        matrices = low_precision and not name.endswith(".bias")
+        key = (weight_decay, matrices, low_precision)
         groups.setdefault(key, {})[name] = param
     return build(
         [

@@ -24,7 +24,7 @@ MAX_PROFILED_STEPS = 20
 def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: ParallelDims) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
-    _check_optimizer(errors, job, family)
+    _check_optimizer(errors, job)
     _check_activation_checkpoint(errors, job, family)
     _check_objective(errors, job)
     if job.train.epochs and job.train.steps != "auto":
@@ -198,10 +198,7 @@ def _uses_flex_attention(job: Job, model: Any, cp: int) -> bool:
     )
 
 
-def _check_optimizer(errors: ConfigErrors, job: Job, family: Family) -> None:
-    if family.moe_layers is not None and job.optim.name == "muon":
-        rule = "needs matrices, but the weights of experts are stacks of matrices"
-        errors.add("optim.name", rule, "use adamw", ("model.kind",))
+def _check_optimizer(errors: ConfigErrors, job: Job) -> None:
     key, value = "optim.state_dtype", job.optim.state_dtype
     if value == "float32":
         return
