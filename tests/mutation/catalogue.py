@@ -1447,14 +1447,6 @@ FAULTS: list[Fault] = [
         "x.norm()",
         OPTIMIZER,
     ),
-    Fault(
-        "shuffled order",
-        "Muon takes the first expert of a shard for that of the stack",
-        "optim/muon.py",
-        "stack[matrix.item - self.first_items[matrix.param]]",
-        "stack[matrix.item % len(stack)]",
-        OPTIMIZER,
-    ),
     # ---------------------------------------------------------------- the step
     Fault(
         "wrong divisor",
