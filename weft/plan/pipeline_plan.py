@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.degrees import ParallelDims, format_choices
-from weft.plan.lora_plan import TrainingCost
+from weft.plan.lora_plan import TrainingCost, is_target
+from weft.plan.matrices import Matrix
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     ScheduleSpec,
@@ -18,7 +20,7 @@ from weft.plan.pipeline_schedule import (
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
-from weft.plan.plan import PipelinePlan
+from weft.plan.plan import PipelinePlan, Stage
 from weft.plan.stages import check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.
@@ -194,19 +196,26 @@ def _check_stage_count(errors: ConfigErrors, job: Job, num_blocks: int, num_stag
         errors.add("parallel.pp", rule, remedy, ("model.num_layers", "model.preset"))
 
 
-def check_adapter_stages(errors: ConfigErrors, job: Job, pipeline: PipelinePlan) -> None:
+def check_adapter_stages(
+    errors: ConfigErrors, job: Job, pipeline: PipelinePlan, matrices: Sequence[Matrix]
+) -> None:
     """Check that every rank of a pipeline has a trainable adapter.
 
     torch computes gradients of the first stage's output, so that stage needs a trainable
     parameter.  Every rank has an optimizer, which needs a parameter.
     """
-    key, remedy = "pipeline.layers_per_stage", "give it at least one block"
+    key, remedy = "pipeline.layers_per_stage", "give it at least one block with an adapter"
     if not job.pipeline.layers_per_stage:
         key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
-    if not pipeline.stages[0].num_blocks:
-        rule = "leaves the first stage without blocks, and so without an adapter to train"
-        errors.add(key, rule, remedy)
+    adapted = {matrix.block + 1 for matrix in matrices if is_target(matrix.name, job.lora)}
+    depends = ("lora.targets",)
+
+    def has_adapter(stage: Stage) -> bool:
+        return not adapted.isdisjoint(stage.units)
+
+    if not has_adapter(pipeline.stages[0]):
+        errors.add(key, "leaves the first stage without an adapter to train", remedy, depends)
     for rank, stages in enumerate(pipeline.stages_by_rank):
-        if pipeline.stages[0] not in stages and not any(stage.num_blocks for stage in stages):
-            rule = f"leaves pipeline rank {rank} without blocks, and so without an adapter to train"
-            errors.add(key, rule, remedy)
+        if pipeline.stages[0] not in stages and not any(map(has_adapter, stages)):
+            rule = f"leaves pipeline rank {rank} without an adapter to train"
+            errors.add(key, rule, remedy, depends)

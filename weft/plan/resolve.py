@@ -23,6 +23,7 @@ from weft.plan.devices import peak_flops
 from weft.plan.lora_plan import TrainingCost, training_cost
 from weft.plan.matrices import (
     find_float8_matrices,
+    list_matrices,
     supports_float8,
 )
 from weft.plan.model_config import adopt_model, model_name, resolve_section
@@ -177,7 +178,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         reduce_dtype=job.precision.reduce_dtype,
         model=model,
         num_params=cost.num_params + adapters,
-        num_active_params=(family.num_active_params or family.num_params)(model) + adapters,
+        num_active_params=cost.active_params,
         num_trainable_params=cost.trainable_params,
         flops_per_token=cost.flops_per_token,
         causal_flops_per_token=cost.causal_flops_per_token,
@@ -294,7 +295,7 @@ def _resolve_batch(
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
     """
     train, reshard = job.train, resolve_reshard(job, degrees)
-    local_params = local_trainable_params(family, model, degrees, cost.trainable_params)
+    local_params = local_trainable_params(cost, degrees.ep)
     gradient_sync = resolve_gradient_sync(job, reshard, local_params, degrees)
     local_batch_size = max(1, train.global_batch_size // degrees.dp_size)
     size = local_batch_size if train.microbatch_size == "auto" else train.microbatch_size
@@ -322,7 +323,7 @@ def _resolve_batch(
         )
         check_full_microbatches(errors, family, local_batch_size, microbatch_size)
         if cost.lora_rank and pipeline is not None:
-            check_adapter_stages(errors, job, pipeline)
+            check_adapter_stages(errors, job, pipeline, list_matrices(model, family))
     return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync)
 
 

@@ -60,13 +60,9 @@ def resolve_gradient_sync(
     return "step" if reshard is False or is_small else "microbatch"
 
 
-def local_trainable_params(
-    family: Family, model: Any, degrees: ParallelDims, trainable_params: int
-) -> float:
+def local_trainable_params(cost: TrainingCost, ep: int) -> float:
     """Return the trainable parameters, without those of experts on other ranks."""
-    if degrees.ep == 1 or family.unit_costs is None:
-        return trainable_params
-    return sum(local_unit_params(unit, degrees.ep) for unit in family.unit_costs(model, 1))
+    return cost.trainable_params - cost.expert_params * (1 - 1 / ep)
 
 
 def fit_dp_shard(

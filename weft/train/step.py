@@ -126,7 +126,8 @@ class TrainStep:
         if self.objective.metrics:
             self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
         self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
-        rate = getattr(plan.model, "balance_rate", 0.0)
+        # With adapters the router is frozen: see `weft.parallel.lora`.
+        rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device)
 
     def forward_backward(
