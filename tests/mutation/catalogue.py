@@ -2296,6 +2296,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "interchange",
+        "expert files have one expert's adapter",
+        "tools/peft_export.py",
+        "weight.read(expert, expert + 1)",
+        "weight.read(0, 1)",
+        ADAPTERS,
+    ),
+    Fault(
+        "interchange",
         "experts merge the adapter of the first",
         "tools/peft_export.py",
         "b[part] @ (a[part] if a.dim() == 3 else a)",

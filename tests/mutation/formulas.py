@@ -1778,7 +1778,7 @@ def check_expert_adapters() -> None:
     run(module, experts._initial, [*experts.EXPERTS, ("model.expert_dim", "64")])
     keys = [*experts.EXPERTS, ("model.balance_rate", "0.01")]
     run("train/step.py", experts._bias_after_a_step, keys)
-    for kind in ("gpt_oss", "llama4", "phi3"):
+    for kind in ("gpt_oss", "llama4", "phi3", "qwen3_moe"):
         with tempfile.TemporaryDirectory() as name:
             home = Path(name)
             lora = {"rank": 3, "alpha": 5.0}

@@ -8,22 +8,24 @@ row or in turn: fused projections, and the gate and up projections of experts.  
 adapts all rows of such a module.  Its A has the rows of all A, and its B is block-diagonal, so it
 computes the same with a multiple of the rank.  A matrix without an adapter gets rows of zeros in B.
 
-Experts are parameters ``[E, ...]`` of one module.  PEFT wraps that module once per parameter, so
-``base_layer`` in a name means the inner wrapper.  It flattens A to ``[E * rank, inputs]`` and B to
-``[outputs, rank * E]`` (PEFT's ``ParamWrapper``, 0.21).  For a class without ``is_transposed`` PEFT
-takes parameters for ``[E, outputs, inputs]``.  Llama 4 stores ``[E, inputs, outputs]`` without that
-mark.  There A and B change places, because the transpose of B A is a product of their transposes.
+Experts are parameters ``[E, ...]`` of one module.  For models whose files have a matrix per expert,
+PEFT converts adapters with the names of the files, if all three matrices of the experts have them.
+vLLM reads these names, too.  Other adapters have the format of PEFT's ``ParamWrapper`` (0.21).  It
+wraps the module once per parameter, so ``base_layer`` in a name means the inner wrapper.  It
+flattens A to ``[E * rank, inputs]`` and B to ``[outputs, rank * E]``.  For a class without
+``is_transposed`` PEFT takes parameters for ``[E, outputs, inputs]``.  Llama 4 stores ``[E, inputs,
+outputs]`` without that mark.  There A and B change places, because the transpose of B A is a
+product of their transposes.
 
-In most models with experts, PEFT replaces the targets ``gate_proj``, ``up_proj`` and ``down_proj``
-by the experts' parameters, and drops dense layers of these names.  So in a model with experts these
-layers are named as parameters, too.
+With these conversions PEFT drops dense layers named ``gate_proj``, ``up_proj`` or ``down_proj``,
+which it takes for experts.  So in a model with experts these layers are named as parameters, too.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +95,14 @@ def _merge(
         yield rows
 
 
-def _read_factor(adapters: Mapping[str, Weight], module: str, which: str) -> Tensor:
-    return torch.cat([*adapters[f"{module}.lora_{which}.weight"].read()])
+def _read_factor(
+    adapters: Mapping[str, Weight], module: str, which: str, expert: int | None = None
+) -> Tensor:
+    """Return A or B of a module, or of one of its experts."""
+    weight = adapters[f"{module}.lora_{which}.weight"]
+    if expert is None:
+        return torch.cat([*weight.read()])
+    return torch.cat([*weight.read(expert, expert + 1)])[0]
 
 
 # --------------------------------------------------------------------------- PEFT
@@ -107,11 +115,13 @@ class _Target(NamedTuple):
         path: name of the module.
         parameter: name of the parameter; "": PEFT adapts the module.
         parts: weft's layers in it, in order.
+        expert: index of the only expert of these layers in it; None: all.
     """
 
     path: str
     parameter: str
     parts: tuple[str, ...]
+    expert: int | None = None
 
     @property
     def name(self) -> str:
@@ -120,8 +130,11 @@ class _Target(NamedTuple):
         return re.sub(r"^.*\.layers\.\d+\.", "", name)
 
 
-def _list_targets(mapping: HFMapping, layers: Iterable[str], has_experts: bool) -> list[_Target]:
+def _list_targets(
+    mapping: HFMapping, layers: Collection[str], shapes: Mapping[str, torch.Size]
+) -> list[_Target]:
     """Return the targets of weft's layers with adapters."""
+    has_experts = any(".experts." in name for name in shapes)
     fused = {part: name for name, parts in mapping.fused.items() for part in parts}
     targets: dict[_Target, None] = {}
     for name in layers:
@@ -131,11 +144,17 @@ def _list_targets(mapping: HFMapping, layers: Iterable[str], has_experts: bool) 
         parts: tuple[str, ...] = (name,)
         path = mapping.hf_name(name)
         if parent == "mlp.experts":
+            # vLLM and PEFT need all three, or PEFT's conversion looks for the wrong wrapper.
+            gate_up = tuple(f"{layer}{parent}.{part}_proj" for part in ("gate", "up"))
+            if mapping.stacked is None and {*gate_up, f"{layer}{parent}.down_proj"} <= set(layers):
+                for e in range(shapes[f"{name}.weight"][0]):
+                    path = mapping.hf_name(f"{layer}{parent}.{e}.{leaf}")
+                    targets[_Target(path, "", parts, e)] = None
+                continue
             path = f"model.{layer}{mapping.experts}"
             parameter = leaf
             if leaf != "down_proj":
-                parameter = "gate_up_proj"
-                parts = tuple(f"{layer}{parent}.{part}_proj" for part in ("gate", "up"))
+                parameter, parts = "gate_up_proj", gate_up
         elif module in fused:
             path = mapping.hf_name(layer + fused[module])
             parts = tuple(layer + part for part in mapping.fused[fused[module]])
@@ -149,15 +168,13 @@ class _Pair(NamedTuple):
     """One target's matrices A and B as PEFT stores them.
 
     Attributes:
-        a_shape, b_shape: their shapes.
+        a, b: the matrices.
         num_parts: number of weft's adapters in them.
-        read: returns A and B.
     """
 
-    a_shape: torch.Size
-    b_shape: torch.Size
+    a: Weight
+    b: Weight
     num_parts: int
-    read: Callable[[], tuple[Tensor, Tensor]]
 
 
 def _open_pair(
@@ -175,50 +192,50 @@ def _open_pair(
         layout: of stacked experts.
     """
     adapted = [part for part in target.parts if f"{part}.lora_A.weight" in adapters]
+    read_one = partial(_read_factor, adapters, expert=target.expert)
     sizes = [shapes[f"{part}.weight"] for part in target.parts]
+    if target.expert is not None:
+        sizes = [size[1:] for size in sizes]
     *experts, _, inputs = sizes[0]
-    outputs, rank = (
-        sum(size[-2] for size in sizes),
-        adapters[f"{adapted[0]}.lora_A.weight"].shape[-2],
-    )
+    outputs = sum(size[-2] for size in sizes)
+    rank = adapters[f"{adapted[0]}.lora_A.weight"].shape[-2]
     layout = layout if experts else None
     is_swapped = layout is not None and layout.transposed and not layout.marked
 
-    def read() -> tuple[Tensor, Tensor]:
-        a = torch.cat([_read_factor(adapters, part, "A").float() for part in adapted], dim=-2)
-        rows = [torch.zeros(*size[:-1], a.shape[-2]) for size in sizes]
-        for i, part in enumerate(adapted):
-            factor = _read_factor(adapters, part, "B")
-            rows[target.parts.index(part)][..., i * rank : (i + 1) * rank] = factor
-        b = torch.cat(rows, dim=-2)
-        if layout is not None and layout.interleaved and len(rows) > 1:
-            b = torch.stack(rows, dim=-2).flatten(-3, -2)
-        if is_swapped:
-            a, b = b.mT, a.mT
-        return (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)) if experts else (a, b)
+    def read(which: str) -> Iterator[Tensor]:
+        if (which == "A") != is_swapped:
+            value = torch.cat([read_one(part, "A") for part in adapted], dim=-2)
+        else:
+            rows = [torch.zeros(*size[:-1], rank * len(adapted)) for size in sizes]
+            for i, part in enumerate(adapted):
+                block = rows[target.parts.index(part)][..., i * rank : (i + 1) * rank]
+                block.copy_(read_one(part, "B"))
+            value = torch.cat(rows, dim=-2)
+            if layout is not None and layout.interleaved and len(rows) > 1:
+                value = torch.stack(rows, dim=-2).flatten(-3, -2)
+        value = value.mT if is_swapped else value
+        if experts:
+            value = value.flatten(0, 1) if which == "A" else value.permute(1, 2, 0).flatten(1)
+        yield value.contiguous()
 
     if is_swapped:
         inputs, outputs = outputs, inputs
     width = len(adapted) * rank * math.prod(experts)
-    shape_a, shape_b = torch.Size((width, inputs)), torch.Size((outputs, width))
-    return _Pair(shape_a, shape_b, len(adapted), read)
+    a = Weight(torch.Size((width, inputs)), partial(read, "A"))
+    b = Weight(torch.Size((outputs, width)), partial(read, "B"))
+    return _Pair(a, b, len(adapted))
 
 
 def _peft_weights(targets: Mapping[_Target, _Pair]) -> dict[str, Weight]:
     """Return the tensors of an adapter's file by name."""
-    weights = {}
+    weights: dict[str, Weight] = {}
     paths = {target.path for target in targets if target.parameter == "down_proj"}
     for target, pair in targets.items():
         name = f"base_model.model.{target.path}"
         if target.parameter == "gate_up_proj" and target.path in paths:
             name += ".base_layer"  # PEFT wraps the module for down_proj last
-        for i, (which, shape) in enumerate((("A", pair.a_shape), ("B", pair.b_shape))):
-            weights[f"{name}.lora_{which}.weight"] = Weight(shape, partial(_read_one, pair, i))
+        weights |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b}
     return weights
-
-
-def _read_one(pair: _Pair, index: int) -> Iterator[Tensor]:
-    yield pair.read()[index].contiguous()
 
 
 def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
@@ -247,7 +264,7 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
     layers = dict.fromkeys(name.rpartition(".lora_")[0] for name in adapters)
     targets = {
         target: _open_pair(target, adapters, shapes, mapping.stacked)
-        for target in _list_targets(mapping, layers, family.moe_layers is not None)
+        for target in _list_targets(mapping, layers, shapes)
     }
     is_marked = mapping.stacked is not None and mapping.stacked.marked
     if is_marked and any(shapes[f"{name}.weight"][:-2] == (1,) for name in layers):
