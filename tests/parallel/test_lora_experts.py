@@ -30,6 +30,8 @@ from weft.parallel.lora import (
     quantized_linear,
 )
 from weft.plan.lora_plan import is_target, lora_scaling, training_cost
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.plan.sharding import local_trainable_params
 from weft.train.setup import build
 
@@ -349,3 +351,14 @@ def _bias_after_a_step(overrides: Overrides) -> None:
     balance.loads_LE[:, 0] = 7
     balance.step()
     assert all(router.expert_bias.eq(0.25).all() for router in routers)
+
+
+def test_a_load_balance_rate_without_effect_is_a_warning() -> None:
+    keys = [("model.kind", "moe"), ("model.preset", "toy-moe"), ("lora.rank", "4")]
+    assert not any("balance_rate" in text for text in planned(*keys))
+    (warning,) = [text for text in planned(*keys, ("model.balance_rate", "0.1")) if "rate" in text]
+    assert "model.balance_rate=0.1 has no effect: the router is frozen" in warning
+
+
+def planned(*overrides: tuple[str, str]) -> tuple[str, ...]:
+    return resolve(small_job(*overrides), Machine("cpu", devices=1, world_size=1)).warnings

@@ -250,6 +250,9 @@ def unused_key_warnings(plan: Plan) -> Iterator[str]:
         if value != DEFAULTS[key] and not rule.has_effect(plan):
             remedy = f"{rule.remedy}, or remove the key" if rule.remedy else "Remove the key"
             yield f"{key}={format_value(value)} has no effect: {rule.reason}. {remedy}."
+    rate = plan.job.model.overrides().get("balance_rate")
+    if rate and plan.lora_rank and not plan.job.model.path:
+        yield f"model.balance_rate={rate} has no effect: the router is frozen (lora.rank)."
 
 
 def warmup_warnings(plan: Plan) -> Iterator[str]:
