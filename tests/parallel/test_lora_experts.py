@@ -32,7 +32,6 @@ from weft.parallel.lora import (
 from weft.plan.lora_plan import is_target, lora_scaling, training_cost
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
-from weft.plan.sharding import local_trainable_params
 from weft.train.setup import build
 
 PRESETS: dict[str, Any] = {kind: next(iter(f.presets.values())) for kind, f in FAMILIES.items()}
@@ -320,7 +319,6 @@ def test_planned_adapters_are_those_of_the_built_model(kind: str, section: LoraS
     active = total - experts + experts * config.active_experts // config.num_experts
     assert experts > 0
     assert (cost.trainable_params, cost.expert_params) == (total, experts)
-    assert local_trainable_params(cost, 4) == total - experts * 3 / 4
     packed = sum(p.numel() for p in model.parameters() if p.dtype == torch.uint8)
     assert cost.quantized_params == packed // 36 * 64
     frozen = sum(

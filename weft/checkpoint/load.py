@@ -254,10 +254,7 @@ def _check_optimizer_state(
 
 
 def _load_state(
-    contents: Contents,
-    model_parts: Sequence[nn.Module],
-    state: StateDict,
-    is_complete: bool,
+    contents: Contents, model_parts: Sequence[nn.Module], state: StateDict, is_complete: bool
 ) -> list[str]:
     """Load these tensors as `_load_tensors` does."""
     axes = find_replica_axes(model_parts, state)
@@ -276,10 +273,7 @@ def _load_state(
 
 
 def _read(
-    contents: Contents,
-    state: StateDict,
-    names: set[str] | None,
-    fingerprints: dict[str, int],
+    contents: Contents, state: StateDict, names: set[str] | None, fingerprints: dict[str, int]
 ) -> None:
     """Fill this rank's shards, and compute their fingerprints.
 

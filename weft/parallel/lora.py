@@ -59,7 +59,7 @@ from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import grouped_linear, is_fake, run_function
 from weft.models.moe import ExpertLinear
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target, lora_scaling
-from weft.plan.matrices import find_linear_layers
+from weft.plan.matrices import Linear, find_linear_layers
 
 ADAPTER_INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
@@ -77,7 +77,7 @@ class LoraLayer(nn.Module):
     lora_A: nn.Module | None
     scaling: float
 
-    def __init__(self, layer: nn.Linear | ExpertLinear, section: LoraSection | None) -> None:
+    def __init__(self, layer: Linear, section: LoraSection | None) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
@@ -141,13 +141,10 @@ def add_adapter_sharding(table: Mapping[str, TensorParallelSpec]) -> dict[str, T
     extended = dict(table)
     partial_grad = TensorParallelSpec("partial_grad")
     for pattern, spec in table.items():
-        if spec.weight is not None:
-            a = b = TensorParallelSpec(spec.weight, heads=spec.heads)
-            if spec.weight == "column":
-                a = partial_grad
-            elif spec.weight == "row":
-                b = partial_grad
-            extended |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
+        split = TensorParallelSpec(spec.weight, heads=spec.heads)
+        a = partial_grad if spec.weight == "column" else split
+        b = partial_grad if spec.weight == "row" else split
+        extended |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
     return extended
 
 
@@ -163,22 +160,10 @@ SCALE_BYTES = 4  # bytes
 
 # Quantiles of the normal distribution, with an exact zero: arXiv:2305.14314, appendix E.
 NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 
 
@@ -252,11 +237,10 @@ def quantized_linear(
 
     ``counts_E``: rows of each expert; None: an ordinary layer, as in `F.linear`.
     """
-    is_quantized = weight.dtype == torch.uint8
-    if counts_E is None and not is_quantized:
-        return F.linear(x, weight, bias)
-    if counts_E is None or is_quantized:
+    if weight.dtype == torch.uint8:
         out = run_function(_QuantizedLinear, x, weight, counts_E)
+    elif counts_E is None:
+        return F.linear(x, weight, bias)
     else:
         out = grouped_linear(x, weight, counts_E)
     if bias is not None and counts_E is not None:

@@ -70,18 +70,16 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     if not section.rank:
         experts = sum(unit.expert_params for unit in units)
         return TrainingCost(*common, num_active, num_params, experts, 0, full, causal)
-    matrices = list_matrices(model, family)
-    dense = experts = active = 0
-    for matrix in matrices:
-        if is_target(matrix.name, section):
-            params = section.rank * (matrix.out_features + matrix.in_features)
-            dense += params * (matrix.experts == 0)
-            experts += params * matrix.experts
-            active += params * (model.active_experts if matrix.experts else 1)
-    quantized = sum(matrix.numel for matrix in matrices) * (section.quantize != "none")
+    trained = experts = active = quantized = 0
+    for name, outputs, inputs, num_experts, _ in list_matrices(model, family):
+        quantized += outputs * inputs * (num_experts or 1) * (section.quantize != "none")
+        params = section.rank * (outputs + inputs) * is_target(name, section)
+        trained += params * (num_experts or 1)
+        experts += params * num_experts
+        active += params * (model.active_experts if num_experts else 1)
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
     change = 6.0 * active - family.flops_per_token(model, 0) / 3
-    counts = (num_active + active, dense + experts, experts, quantized)
+    counts = (num_active + active, trained, experts, quantized)
     return TrainingCost(*common, *counts, full + change, causal + change)
 
 

@@ -33,6 +33,9 @@ from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
 MOMENT_BLOCK_SIZE = 32
 
 
+Linear = nn.Linear | ExpertLinear
+
+
 class Matrix(NamedTuple):
     """The weight of a linear layer of a block, or the weights of its experts."""
 
@@ -42,15 +45,8 @@ class Matrix(NamedTuple):
     experts: int = 0  # number of experts with such a matrix; 0: an ordinary layer
     block: int = 0  # index of the block
 
-    @property
-    def numel(self) -> int:
-        """Return the number of weights, of all experts."""
-        return max(1, self.experts) * self.out_features * self.in_features
 
-
-def find_linear_layers(
-    model: nn.Module, blocks: Sequence[nn.Module]
-) -> dict[str, nn.Linear | ExpertLinear]:
+def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Linear]:
     """Return the linear layers of the blocks, and of their experts, by module name.
 
     Excludes subclasses: a replacement would lose their forward.
@@ -85,14 +81,11 @@ def _list_shapes(model: Any, family: Family, tp: int) -> list[list[Matrix]]:
         experts = getattr(layer, "num_experts", 0)
         full = Matrix(name, layer.out_features, layer.in_features, experts, block_index[layer])
         spec = tensor_parallel_spec(name, family)
-        matrices = [full]
-        if spec is not None and spec.weight == "column":
-            sizes = _shard_sizes(full.out_features, spec, model, tp)
-            matrices = [full._replace(out_features=size) for size in sizes]
-        elif spec is not None and spec.weight == "row":
-            sizes = _shard_sizes(full.in_features, spec, model, tp)
-            matrices = [full._replace(in_features=size) for size in sizes]
-        shapes.append(matrices)
+        if dim := {"column": "out_features", "row": "in_features"}.get(spec.weight or ""):
+            sizes = _shard_sizes(getattr(full, dim), spec, model, tp)
+            shapes.append([Matrix(**(full._asdict() | {dim: size})) for size in sizes])
+        else:
+            shapes.append([full])
     return shapes
 
 
@@ -108,18 +101,10 @@ def _shard_sizes(size: int, spec: TensorParallelSpec, model: Any, tp: int) -> li
     return [size // num_kv_heads * count for count in counts]
 
 
-def tensor_parallel_spec(name: str, family: Family) -> TensorParallelSpec | None:
+def tensor_parallel_spec(name: str, family: Family) -> TensorParallelSpec:
     """Return how tensor parallelism shards a module."""
-    return next((s for pattern, s in family.sharding.items() if fnmatchcase(name, pattern)), None)
-
-
-def weight_split(name: str, family: Family) -> str | None:
-    """Return how tensor parallelism shards the weight of a module.
-
-    The values are those of `weft.models.family.TensorParallelSpec`.
-    """
-    spec = tensor_parallel_spec(name, family)
-    return spec.weight if spec is not None else None
+    specs = (spec for pattern, spec in family.sharding.items() if fnmatchcase(name, pattern))
+    return next(specs, TensorParallelSpec())
 
 
 # --------------------------------------------------------------------------- float8

@@ -20,7 +20,7 @@ from weft.plan.pipeline_schedule import (
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
-from weft.plan.plan import PipelinePlan, Stage
+from weft.plan.plan import PipelinePlan
 from weft.plan.stages import check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.
@@ -208,14 +208,10 @@ def check_adapter_stages(
     if not job.pipeline.layers_per_stage:
         key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
     adapted = {matrix.block + 1 for matrix in matrices if is_target(matrix.name, job.lora)}
-    depends = ("lora.targets",)
-
-    def has_adapter(stage: Stage) -> bool:
-        return not adapted.isdisjoint(stage.units)
-
-    if not has_adapter(pipeline.stages[0]):
-        errors.add(key, "leaves the first stage without an adapter to train", remedy, depends)
+    trained = [stage for stage in pipeline.stages if not adapted.isdisjoint(stage.units)]
     for rank, stages in enumerate(pipeline.stages_by_rank):
-        if pipeline.stages[0] not in stages and not any(map(has_adapter, stages)):
-            rule = f"leaves pipeline rank {rank} without an adapter to train"
-            errors.add(key, rule, remedy, depends)
+        is_first = pipeline.stages[0] in stages
+        if not any(stage in trained for stage in (pipeline.stages[:1] if is_first else stages)):
+            name = "the first stage" if is_first else f"pipeline rank {rank}"
+            rule = f"leaves {name} without an adapter to train"
+            errors.add(key, rule, remedy, ("lora.targets",))

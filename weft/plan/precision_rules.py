@@ -99,8 +99,8 @@ def check_lora(
     unequal = {(m.name.rpartition(".")[2], m.in_features): m for m in matrices}
     for (layer, _), matrix in unequal.items() if section.quantize != "none" else ():
         spec = tensor_parallel_spec(matrix.name, family)
-        shards = tp = degrees.tp if spec is not None and spec.weight == "row" else 1
-        if tp > 1 and spec is not None and spec.heads and model.num_heads % tp:
+        shards = tp = degrees.tp if spec.weight == "row" else 1
+        if tp > 1 and spec.heads and model.num_heads % tp:
             shards = model.num_heads  # no block may belong to two heads
         if matrix.in_features % (shards * QUANT_BLOCK_SIZE):
             over = f" over tp={tp} ranks" if tp > 1 else ""

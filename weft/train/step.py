@@ -29,11 +29,7 @@ from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
-from weft.parallel.private import (
-    run_schedule,
-    use_forward_only_order,
-    wrap_pipeline_actions,
-)
+from weft.parallel.private import run_schedule, use_forward_only_order, wrap_pipeline_actions
 from weft.parallel.tied_parameters import TiedParameters
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
