@@ -2295,6 +2295,14 @@ FAULTS: list[Fault] = [
         ADAPTERS,
     ),
     Fault(
+        "checkpoint",
+        "adapters lack the base's load-balance bias",
+        "checkpoint/load.py",
+        "chain(frozen_parameters(model_parts), persistent_buffers(model_parts))",
+        "chain(frozen_parameters(model_parts))",
+        (*ADAPTERS, *EXPERTS),
+    ),
+    Fault(
         "interchange",
         "expert files have one expert's adapter",
         "tools/peft_export.py",

@@ -1778,6 +1778,9 @@ def check_expert_adapters() -> None:
     run(module, experts._initial, [*experts.EXPERTS, ("model.expert_dim", "64")])
     keys = [*experts.EXPERTS, ("model.balance_rate", "0.01")]
     run("train/step.py", experts._bias_after_a_step, keys)
+    with tempfile.TemporaryDirectory() as name:
+        function = exports.test_base_of_adapters_has_the_load_balance_bias
+        run("checkpoint/load.py", function, Path(name))
     for kind in ("gpt_oss", "llama4", "phi3", "qwen3_moe"):
         with tempfile.TemporaryDirectory() as name:
             home = Path(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.harness import run_ranks
 from tests.models.family_draws import draw_config
 from tests.models.test_families import EAGER, KINDS, save_tokenizer, transformers_model
+from tests.small import small_job, train_rank
+from weft.checkpoint.load import load_frozen_params
 from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.state_dict import persistent_buffers
 from weft.checkpoint.weight_files import Weight, open_weights, write_weights_checkpoint
 from weft.config.errors import InvalidConfig
 from weft.config.schema import LoraSection, replace, to_toml
@@ -23,7 +28,12 @@ from weft.models import FAMILIES
 from weft.parallel.lora import apply_lora
 from weft.tools.hf_convert import export_checkpoint
 from weft.tools.hf_import import import_model
-from weft.tools.inference_model import CheckpointRef, find_checkpoint, load_unsharded
+from weft.tools.inference_model import (
+    CheckpointRef,
+    find_base_checkpoint,
+    find_checkpoint,
+    load_unsharded,
+)
 
 EXPERT_KINDS = [kind for kind in KINDS if next(iter(FAMILIES[kind].presets.values())).num_experts]
 FUSED_KINDS = ["phi3", "glm4"]
@@ -140,6 +150,52 @@ def test_exported_adapter_of_some_layers_computes_the_same(
         targets = [target.removeprefix("experts.") for target in targets]
     lora = {"rank": 2, "alpha": 3.0, "rank_stabilized": True, "targets": targets}
     check(write_run(kind, tmp_path, lora), tmp_path)
+
+
+def test_base_of_adapters_has_the_load_balance_bias(tmp_path: Path) -> None:
+    """The bias is a buffer, and not a frozen parameter."""
+    checkpoint = write_run("glm4_moe", tmp_path, {"rank": 1})
+    base = find_base_checkpoint(checkpoint)
+    assert base is not None
+    model = checkpoint.family.build(checkpoint.config)
+    apply_lora(model, checkpoint.family.blocks(model), checkpoint.job.lora, torch.float32)
+    load_frozen_params(base, [model])
+    biases = dict(persistent_buffers([model]))
+    assert biases
+    for name, bias in biases.items():
+        assert bias.any()
+        assert bias.equal(torch.cat([*open_weights(base)[name].read()]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_trained_adapter_of_an_imported_model_computes_the_same(
+    kind: str, store_path: Path, tmp_path: Path
+) -> None:
+    """Train on two ranks from an imported model, whose load-balance bias remains."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    fields = draw_config(kind, 0) | {"vocab_size": 512}
+    transformers_model(kind, fields).save_pretrained(source)
+    shutil.copy(store_path / "tokenizer.json", source)
+    import_model(source, run, ignore)
+    base = find_checkpoint(run)
+    model = {f"model.{name}": json.dumps(x) for name, x in base.config.model_dump().items()}
+    keys = {"model.kind": kind} | {name: text.strip('"') for name, text in model.items()}
+    keys |= {"run.dir": str(run), "lora.rank": "3", "train.steps": "3", "optim.lr": "0.01"}
+    keys |= {"parallel.dp_shard": "2", "parallel.ep": "2", "optim.warmup_steps": "0"}
+    run_ranks(train_rank, 2, list(keys.items()), str(store_path), timeout=120)
+    job = small_job(*keys.items())
+    (run / "job.toml").write_text(to_toml(job, "demo", job))
+    checkpoint = find_checkpoint(run)
+    assert checkpoint.path.name == "step-00000003"
+    check(checkpoint, tmp_path)
+    before, after = (open_weights(path) for path in (base.path, checkpoint.path))
+    biases = [name for name in after if name.endswith("expert_bias")]
+    assert len(biases) == base.config.num_moe_layers
+    for name in biases:
+        bias, expected = (torch.cat([*weights[name].read()]) for weights in (after, before))
+        assert bias.equal(expected)
+        assert bias.any() == (kind == "deepseek_v3")
 
 
 @pytest.mark.slow

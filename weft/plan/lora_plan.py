@@ -60,9 +60,7 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     ``model`` is the family's configuration.  A LoRA rank of 0 means that all weights are trained.
     """
     # A token attends to half of its sequence on average.
-    full, causal = (
-        family.flops_per_token(model, tokens) for tokens in (seq_len, (seq_len + 1) // 2)
-    )
+    full, causal = (family.flops_per_token(model, n) for n in (seq_len, (seq_len + 1) // 2))
     units = family.unit_costs(model, seq_len) if family.unit_costs else []
     num_params = family.num_params(model)
     num_active = (family.num_active_params or family.num_params)(model)
