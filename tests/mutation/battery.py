@@ -645,6 +645,8 @@ LAYOUTS: list[str] = [
     "moe, dp_shard, ep, tp",
     "moe, 1f1b, ep, dp_shard",
     "lora, tp, dp_shard",
+    "lora, moe, dp_shard, ep",
+    "lora, moe, tp, dp_shard",
     "nf4, tp, 1f1b",
     "dpo, tp, dp_shard",
     "dpo, 1f1b",

@@ -646,6 +646,23 @@ def check_arithmetic() -> None:
             expect(
                 is_close(result.causal_flops_per_token, half), "half of them", "plan/lora_plan.py"
             )
+        elif family.moe_layers is not None:
+            targets = {"rank": 3, "targets": ["q_proj", "experts.up_proj"]}
+            result = training_cost(LoraSection.model_validate(targets), config, family, 64)
+            sums = {name: 3 * sum(shape[-2:]) for name, shape in matrices.items()}
+            adapted = {
+                name: 3 * sum(shape[-2:]) * (shape[0] if len(shape) == 3 else 1)
+                for name, shape in matrices.items()
+                if name.endswith((".q_proj.weight", ".experts.up_proj.weight"))
+            }
+            trained, module = sum(adapted.values()), "plan/lora_plan.py"
+            expect(result.trainable_params == trained, f"adapters of {kind}", module)
+            used = sum(
+                sums[name] * (config.active_experts if ".experts." in name else 1)
+                for name in adapted
+            )
+            flops = 4 * active + attention + 6 * used
+            expect(is_close(result.flops_per_token, flops), f"FLOPs of adapters of {kind}", module)
     record = StepRecord.create(
         tokens_per_step=1000,
         times=StepTimes(0.5, 0.1, 0.0, 0.0),
@@ -1741,6 +1758,34 @@ def check_export() -> None:
         with torch.no_grad():
             off = (other(tokens).logits - tuned).abs().max() / tuned.abs().max()
         expect(off < 1e-5, f"PEFT's logits are off by {off}", "tools/peft_export.py")
+
+
+@check("run: adapters of experts")
+def check_expert_adapters() -> None:
+    """Compare experts' adapters with dense gradients, with PEFT, and with a fixed router."""
+    from tests.parallel import test_lora_experts as experts
+    from tests.tools import test_peft_export as exports
+
+    def run(module: str, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            expect(False, f"{function.__name__}: {error}", module)
+
+    module = "parallel/lora.py"
+    run(module, experts.test_quantized_experts_equal_products_of_dequantized_matrices, "nf4")
+    run(module, experts.test_adapter_gradients_follow_from_those_of_the_merged_weights, "gpt_oss")
+    run(module, experts._initial, [*experts.EXPERTS, ("model.expert_dim", "64")])
+    keys = [*experts.EXPERTS, ("model.balance_rate", "0.01")]
+    run("train/step.py", experts._bias_after_a_step, keys)
+    with tempfile.TemporaryDirectory() as name:
+        function = exports.test_base_of_adapters_has_the_load_balance_bias
+        run("checkpoint/load.py", function, Path(name))
+    for kind in ("gpt_oss", "llama4", "phi3", "qwen3_moe"):
+        with tempfile.TemporaryDirectory() as name:
+            home = Path(name)
+            lora = {"rank": 3, "alpha": 5.0}
+            run("tools/peft_export.py", exports.check, exports.write_run(kind, home, lora), home)
 
 
 @check("unit: sampling")

@@ -410,21 +410,37 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[0,2]")],
-            "leaves the first stage without blocks",
+            "leaves the first stage without an adapter",
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2,0]")],
-            "leaves pipeline rank 1 without blocks",
+            "leaves pipeline rank 1 without an adapter",
+        ),
+        (
+            [
+                *[("lora.rank", "8"), ("lora.targets", "experts.up_proj"), ("parallel.pp", "2")],
+                *[("model.kind", "moe"), ("model.num_experts", "4"), ("model.dense_layers", "1")],
+                ("pipeline.layers_per_stage", "[1,1]"),
+            ],
+            "leaves the first stage without an adapter",
+        ),
+        (
+            [
+                *[("lora.rank", "8"), ("lora.quantize", "nf4"), ("model.kind", "moe")],
+                *[("model.ffn_dim", "128"), ("model.num_experts", "4"), ("model.expert_dim", "96")],
+            ],
+            "blocks of 64, which do not divide the 96 inputs of down_proj",
         ),
         (
             [("lora.rank", "8"), ("parallel.pp", "2"), ("model.num_layers", "1")],
-            "parallel.pp=2 leaves pipeline rank 1 without blocks",
+            "parallel.pp=2 leaves pipeline rank 1 without an adapter",
         ),
     ],
 )
 def test_lora_unsupported_keys_are_refused(keys: Overrides, expected: str) -> None:
     shape = [("model.num_layers", "2"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")]
+    preset = "toy-moe" if ("model.kind", "moe") in keys else "8b"
     with pytest.raises(InvalidConfig) as caught:
-        planned(*shape, *heads, *keys, preset="8b", devices=2)
+        planned(*shape, *heads, *keys, preset=preset, devices=2)
     assert expected in str(caught.value)

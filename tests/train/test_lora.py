@@ -122,8 +122,6 @@ def test_lora_of_a_model_that_fuses_projections_is_exported_merged(
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     fused = outs["phi3"]["model.layers.1.self_attn.qkv_proj.weight"]
     assert fused.equal(torch.cat([outs["llama"][name] for name in names]))
-    with pytest.raises(InvalidConfig, match=r"which Phi-3 of transformers fuses with others"):
-        export_checkpoint(run_dir, tmp_path / "no", "float32", "5GB", ignore_progress, True)
 
 
 def test_lora_resumed_run_is_equal_bit_for_bit(

@@ -51,6 +51,7 @@ from weft.checkpoint.state_dict import (
     local_values,
     model_state,
     optimizer_state,
+    persistent_buffers,
     trainable_parameters,
     upcast_moments,
 )
@@ -120,7 +121,7 @@ def _raise_if_damaged(contents: Contents, mismatches: list[str]) -> None:
 
 
 def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
-    """Load the frozen parameters from a checkpoint of the full model.
+    """Load the frozen parameters, and buffers, from a checkpoint of the full model.
 
     Every rank calls this function.  Groups of tensors are read in float32, verified, and rounded to
     their dtype.
@@ -130,7 +131,8 @@ def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
         CheckpointError: as in `load_checkpoint`.
     """
     _, contents = _open_checkpoint(path)
-    params = {f"model.{name}": param for name, param in frozen_parameters(model_parts)}
+    tensors = chain(frozen_parameters(model_parts), persistent_buffers(model_parts))
+    params: StateDict = {f"model.{name}": tensor for name, tensor in tensors}
 
     def check_names() -> None:
         if missing := params.keys() - contents.tensors.keys():
@@ -254,10 +256,7 @@ def _check_optimizer_state(
 
 
 def _load_state(
-    contents: Contents,
-    model_parts: Sequence[nn.Module],
-    state: StateDict,
-    is_complete: bool,
+    contents: Contents, model_parts: Sequence[nn.Module], state: StateDict, is_complete: bool
 ) -> list[str]:
     """Load these tensors as `_load_tensors` does."""
     axes = find_replica_axes(model_parts, state)
@@ -276,10 +275,7 @@ def _load_state(
 
 
 def _read(
-    contents: Contents,
-    state: StateDict,
-    names: set[str] | None,
-    fingerprints: dict[str, int],
+    contents: Contents, state: StateDict, names: set[str] | None, fingerprints: dict[str, int]
 ) -> None:
     """Fill this rank's shards, and compute their fingerprints.
 

@@ -281,7 +281,9 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0)] = key(16.0, "scale of the adapters: alpha / rank")
     rank_stabilized: bool = key(False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
     targets: tuple[Text, ...] = key(
-        (), "linear layers with adapters, such as q_proj,v_proj; empty: all linear layers of blocks"
+        (),
+        "linear layers with adapters, by the end of their names, such as q_proj or "
+        "experts.up_proj; empty: all linear layers of blocks",
     )
     quantize: Literal["none", "int8", "nf4"] = key(
         "none",

@@ -185,6 +185,7 @@ class StackedExperts(NamedTuple):
         down: name of the down projection.
         transposed: True if matrices are stored as ``[inputs, outputs]``.
         interleaved: True if gate and up alternate, instead of following each other.
+        marked: True if the class in transformers says that it is transposed, which PEFT reads.
         suffixes: ends of the names of a weight and a bias.
     """
 
@@ -192,6 +193,7 @@ class StackedExperts(NamedTuple):
     down: str
     transposed: bool = False
     interleaved: bool = False
+    marked: bool = False
     suffixes: tuple[str, str] = ("", "_bias")
 
 
@@ -226,6 +228,7 @@ class HFMapping:
         names: parts of weft's parameter names -> parts of Hugging Face's.
         fused: Hugging Face's module -> weft's modules whose rows it holds one after another.
         stacked: layout of stacked experts; None: each expert has its own tensors.
+        experts: module of the experts in transformers 5, below the layer.
         expert_bias: Hugging Face's name of the load-balance bias, below the layer; "": none.
         expert_bias_rows: number of leading dimensions of size 1 of that bias.
         quantization: supported ``quant_method`` of imported files.
@@ -251,6 +254,7 @@ class HFMapping:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: StackedExperts | None = None
+    experts: str = "mlp.experts"
     expert_bias: str = ""
     expert_bias_rows: int = 0
     quantization: str = ""

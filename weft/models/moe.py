@@ -106,6 +106,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
+        self.num_experts, self.in_features, self.out_features = num_experts, inputs, outputs
         self.weight = nn.Parameter(torch.empty(num_experts, outputs, inputs))
         bound = 1 / math.sqrt(inputs)  # as nn.Linear does
         nn.init.uniform_(self.weight, -bound, bound)

@@ -215,10 +215,10 @@ def _choose_shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     def shard_placement_fn(param: nn.Parameter) -> Shard | None:
         even = [
             dim
-            for dim, size in enumerate(param.shape[:-1])
+            for dim, size in enumerate(param.shape[:2])
             if size % (ranks * num_shards(param, dim)) == 0
         ]
-        return Shard(even[0]) if param.dim() == 3 and even else None
+        return Shard(even[0]) if param.dim() >= 3 and even else None
 
     return shard_placement_fn
 

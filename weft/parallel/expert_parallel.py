@@ -54,7 +54,7 @@ def apply_expert_parallel(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
         mesh: has the axes ``ep`` and ``tp``.
     """
     for experts in layers:
-        for module in list(experts.children()):
+        for module in list(experts.modules()):
             for name, param in list(module.named_parameters(recurse=False)):
                 _shard_expert_parameter(module, name, param, mesh)
         experts.forward = partial(_forward_with_all_to_all, experts.forward, mesh.get_group("ep"))  # type: ignore[method-assign]

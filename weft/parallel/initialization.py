@@ -69,7 +69,7 @@ def _transform(uniform: torch.Tensor, init: Init, shape: torch.Size) -> torch.Te
     *fan_in*: uniform in +-1 / sqrt(inputs); else std * N(0, 1), truncated at `TRUNCATE_AT`.
     """
     if init.kind == "fan_in":
-        return uniform * (1 / math.sqrt(shape[1]))
+        return uniform * (1 / math.sqrt(shape[-1]))
     edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
     return torch.erfinv(uniform * edge) * math.sqrt(2.0) * init.std
 
@@ -114,7 +114,7 @@ def float32_buffer(param: Tensor) -> Tensor:
     local = to_local(param)
     shape, sizes = param.shape, local.shape
     if param.dtype == torch.uint8:
-        shape, sizes = (torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
+        shape, sizes = (torch.Size((*x[:-2], x[-2] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
     buffer = torch.empty(sizes, dtype=torch.float32, device=local.device)
     return shard_like(param, buffer, shape)
 
@@ -128,8 +128,8 @@ def store_float32(param: Tensor, buffer: Tensor) -> None:
     if param.dtype != torch.uint8:
         local.copy_(values)
         return
-    kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[2])
-    rows = max(1, QUANTIZE_ELEMENTS // max(1, values.shape[1]))
+    kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[-1])
+    rows = max(1, QUANTIZE_ELEMENTS // max(1, values.shape[1:].numel()))
     for first in range(0, values.shape[0], rows):
         chunk = slice(first, first + rows)
         local[chunk] = quantize_matrix(values[chunk], kind)

@@ -251,9 +251,9 @@ def _shard_parameters(
     if spec.weight == "norm_of_heads" and getattr(parent, "qk_norm", None) != "all_heads":
         spec = TensorParallelSpec("partial_grad")
     heads = _heads_of_rank(spec, mesh, config)
-    # The first dims are outputs and inputs (or blocks of inputs: `weft.parallel.lora`).  The
-    # stacked weight of experts has one more dim before them.
-    output_dim = int(full.dim() == 3 and full.is_floating_point())
+    # The last dims are outputs and inputs (or blocks of inputs, and their bytes:
+    # `weft.parallel.lora`).  The stacked weight of experts has one more dim before them.
+    output_dim = max(0, full.dim() - (2 if full.is_floating_point() else 3))
     for name, param in list(module.named_parameters(recurse=False)):
         _shard_parameter(module, name, param, spec, output_dim, heads, mesh, sequence_parallel)
     if spec.weight == "vocabulary":

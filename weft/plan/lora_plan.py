@@ -20,8 +20,12 @@ QUANT_BLOCK_BYTES = {"nf4": 32 + 4, "int8": 64 + 4}
 
 
 def is_target(name: str, section: LoraSection) -> bool:
-    """Return True if the linear layer of that name gets an adapter."""
-    return not section.targets or name.rpartition(".")[2] in section.targets
+    """Return True if the linear layer of that name gets an adapter.
+
+    A target is the end of a name, as in PEFT: ``up_proj``, or ``experts.up_proj`` only for experts.
+    """
+    ends = tuple(f".{target}" for target in section.targets)
+    return not ends or f".{name}".endswith(ends)
 
 
 def lora_scaling(section: LoraSection) -> float:
@@ -37,7 +41,9 @@ class TrainingCost(NamedTuple):
     units: list[UnitCost]  # of the unsharded model; empty if its family defines none
     lora_rank: int  # 0: all weights are trained
     num_params: int  # without adapters
+    active_params: int  # that one token uses, with adapters
     trainable_params: int
+    expert_params: int  # part of the trainable ones that expert parallelism shards
     quantized_params: int
     flops_per_token: float
     causal_flops_per_token: float  # counts only the attention scores below the causal mask
@@ -47,30 +53,32 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     """Count the trainable parameters of a model and the FLOPs per token.
 
     A trainable weight costs 6 FLOPs per token: forward, gradient of the input, gradient of the
-    weight.  A frozen weight costs 4.  Attention scores have no weights and cost the same.  The
-    count ignores that the input of the first block needs no gradient.
+    weight.  A frozen weight costs 4.  Attention scores have no weights and cost the same.  Of
+    experts and their adapters, the active ones count.  The count ignores that the input of the
+    first block needs no gradient.
 
     ``model`` is the family's configuration.  A LoRA rank of 0 means that all weights are trained.
     """
     # A token attends to half of its sequence on average.
-    full, causal = (
-        family.flops_per_token(model, tokens) for tokens in (seq_len, (seq_len + 1) // 2)
-    )
+    full, causal = (family.flops_per_token(model, n) for n in (seq_len, (seq_len + 1) // 2))
     units = family.unit_costs(model, seq_len) if family.unit_costs else []
     num_params = family.num_params(model)
+    num_active = (family.num_active_params or family.num_params)(model)
     common = (seq_len, units, section.rank, num_params)
     if not section.rank:
-        return TrainingCost(*common, num_params, 0, full, causal)
-    matrices = list_matrices(model, family)
-    params = sum(
-        section.rank * (m.out_features + m.in_features)
-        for m in matrices
-        if is_target(m.name, section)
-    )
-    quantized = sum(m.out_features * m.in_features for m in matrices) * (section.quantize != "none")
+        experts = sum(unit.expert_params for unit in units)
+        return TrainingCost(*common, num_active, num_params, experts, 0, full, causal)
+    trained = experts = active = quantized = 0
+    for name, outputs, inputs, num_experts, _ in list_matrices(model, family):
+        quantized += outputs * inputs * (num_experts or 1) * (section.quantize != "none")
+        params = section.rank * (outputs + inputs) * is_target(name, section)
+        trained += params * (num_experts or 1)
+        experts += params * num_experts
+        active += params * (model.active_experts if num_experts else 1)
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
-    change = 6.0 * params - family.flops_per_token(model, 0) / 3
-    return TrainingCost(*common, params, quantized, full + change, causal + change)
+    change = 6.0 * active - family.flops_per_token(model, 0) / 3
+    counts = (num_active + active, trained, experts, quantized)
+    return TrainingCost(*common, *counts, full + change, causal + change)
 
 
 def plan_cost(plan: Plan) -> TrainingCost:

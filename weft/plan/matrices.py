@@ -1,8 +1,8 @@
 """List the linear layers that LoRA adapts and float8 converts; check float8.
 
 `weft.parallel.float8` and `weft.parallel.lora` convert layers with this module.  Only linear layers
-of the blocks are candidates for float8.  The embedding and the output head stay in high precision,
-because their errors reach the loss directly.  Candidates are excluded if
+of the blocks, but not of experts, are candidates for float8.  The embedding and the output head
+stay in high precision, because their errors reach the loss directly.  Candidates are excluded if
 
 * a pattern of ``precision.float8_exclude`` matches their name,
 * a size, on one tensor-parallel rank, is not a multiple of 16 (``_scaled_mm`` requires it, because
@@ -26,30 +26,36 @@ from torch import nn
 from weft.config.schema import PrecisionSection
 from weft.models import Family
 from weft.models.family import TensorParallelSpec
+from weft.models.moe import ExpertLinear
 from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
 
 # Neighbors in a row of a matrix that share two scale bytes, with optim.state_dtype 8bit.
 MOMENT_BLOCK_SIZE = 32
 
 
+Linear = nn.Linear | ExpertLinear
+
+
 class Matrix(NamedTuple):
-    """The weight of a linear layer of a block."""
+    """The weight of a linear layer of a block, or the weights of its experts."""
 
     name: str  # of the module in the unsharded model
     out_features: int
     in_features: int
+    experts: int = 0  # number of experts with such a matrix; 0: an ordinary layer
+    block: int = 0  # index of the block
 
 
-def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Linear]:
-    """Return the linear layers of the blocks by module name.
+def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Linear]:
+    """Return the linear layers of the blocks, and of their experts, by module name.
 
-    Excludes subclasses of `nn.Linear`: a replacement would lose their forward.
+    Excludes subclasses: a replacement would lose their forward.
     """
     block_modules = {module for block in blocks for module in block.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module in block_modules
+        if type(module) in (nn.Linear, ExpertLinear) and module in block_modules
     }
 
 
@@ -68,18 +74,18 @@ def _list_shapes(model: Any, family: Family, tp: int) -> list[list[Matrix]]:
     """List the shapes of each linear layer of the blocks on all tensor-parallel ranks."""
     with torch.device("meta"):
         module = family.build(model)
+    blocks = family.blocks(module)
+    block_index = {inner: i for i, block in enumerate(blocks) for inner in block.modules()}
     shapes = []
-    for name, layer in find_linear_layers(module, family.blocks(module)).items():
-        out_features, in_features = layer.weight.shape
+    for name, layer in find_linear_layers(module, blocks).items():
+        experts = getattr(layer, "num_experts", 0)
+        full = Matrix(name, layer.out_features, layer.in_features, experts, block_index[layer])
         spec = tensor_parallel_spec(name, family)
-        matrices = [Matrix(name, out_features, in_features)]
-        if spec is not None and spec.weight == "column":
-            sizes = _shard_sizes(out_features, spec, model, tp)
-            matrices = [Matrix(name, size, in_features) for size in sizes]
-        elif spec is not None and spec.weight == "row":
-            sizes = _shard_sizes(in_features, spec, model, tp)
-            matrices = [Matrix(name, out_features, size) for size in sizes]
-        shapes.append(matrices)
+        if dim := {"column": "out_features", "row": "in_features"}.get(spec.weight or ""):
+            sizes = _shard_sizes(getattr(full, dim), spec, model, tp)
+            shapes.append([Matrix(**(full._asdict() | {dim: size})) for size in sizes])
+        else:
+            shapes.append([full])
     return shapes
 
 
@@ -95,18 +101,10 @@ def _shard_sizes(size: int, spec: TensorParallelSpec, model: Any, tp: int) -> li
     return [size // num_kv_heads * count for count in counts]
 
 
-def tensor_parallel_spec(name: str, family: Family) -> TensorParallelSpec | None:
+def tensor_parallel_spec(name: str, family: Family) -> TensorParallelSpec:
     """Return how tensor parallelism shards a module."""
-    return next((s for pattern, s in family.sharding.items() if fnmatchcase(name, pattern)), None)
-
-
-def weight_split(name: str, family: Family) -> str | None:
-    """Return how tensor parallelism shards the weight of a module.
-
-    The values are those of `weft.models.family.TensorParallelSpec`.
-    """
-    spec = tensor_parallel_spec(name, family)
-    return spec.weight if spec is not None else None
+    specs = (spec for pattern, spec in family.sharding.items() if fnmatchcase(name, pattern))
+    return next(specs, TensorParallelSpec())
 
 
 # --------------------------------------------------------------------------- float8
@@ -139,7 +137,8 @@ def convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> li
     return [
         first
         for first, *others in _list_shapes(model, family, tp)
-        if first.out_features % unit == first.in_features % unit == 0
+        if not first.experts
+        and first.out_features % unit == first.in_features % unit == 0
         and all(other == first for other in others)
     ]
 
@@ -155,7 +154,7 @@ def select_matrices(section: PrecisionSection, convertible: list[Matrix]) -> lis
 
 
 def _is_too_small(recipe: str, matrix: Matrix) -> bool:
-    _, out_features, in_features = matrix
+    out_features, in_features = matrix.out_features, matrix.in_features
     if recipe == "tensorwise":
         return in_features <= 4096 and out_features <= 1024
     return (

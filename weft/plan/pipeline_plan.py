@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.degrees import ParallelDims, format_choices
-from weft.plan.lora_plan import TrainingCost
+from weft.plan.lora_plan import TrainingCost, is_target
+from weft.plan.matrices import Matrix
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     ScheduleSpec,
@@ -194,19 +196,22 @@ def _check_stage_count(errors: ConfigErrors, job: Job, num_blocks: int, num_stag
         errors.add("parallel.pp", rule, remedy, ("model.num_layers", "model.preset"))
 
 
-def check_adapter_stages(errors: ConfigErrors, job: Job, pipeline: PipelinePlan) -> None:
+def check_adapter_stages(
+    errors: ConfigErrors, job: Job, pipeline: PipelinePlan, matrices: Sequence[Matrix]
+) -> None:
     """Check that every rank of a pipeline has a trainable adapter.
 
     torch computes gradients of the first stage's output, so that stage needs a trainable
     parameter.  Every rank has an optimizer, which needs a parameter.
     """
-    key, remedy = "pipeline.layers_per_stage", "give it at least one block"
+    key, remedy = "pipeline.layers_per_stage", "give it at least one block with an adapter"
     if not job.pipeline.layers_per_stage:
         key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
-    if not pipeline.stages[0].num_blocks:
-        rule = "leaves the first stage without blocks, and so without an adapter to train"
-        errors.add(key, rule, remedy)
+    adapted = {matrix.block + 1 for matrix in matrices if is_target(matrix.name, job.lora)}
+    trained = [stage for stage in pipeline.stages if not adapted.isdisjoint(stage.units)]
     for rank, stages in enumerate(pipeline.stages_by_rank):
-        if pipeline.stages[0] not in stages and not any(stage.num_blocks for stage in stages):
-            rule = f"leaves pipeline rank {rank} without blocks, and so without an adapter to train"
-            errors.add(key, rule, remedy)
+        is_first = pipeline.stages[0] in stages
+        if not any(stage in trained for stage in (pipeline.stages[:1] if is_first else stages)):
+            name = "the first stage" if is_first else f"pipeline rank {rank}"
+            rule = f"leaves {name} without an adapter to train"
+            errors.add(key, rule, remedy, ("lora.targets",))

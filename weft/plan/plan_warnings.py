@@ -18,7 +18,7 @@ from typing import Any
 from weft.config.schema import Job, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.lora_plan import plan_cost
-from weft.plan.matrices import find_float8_matrices, list_matrices, weight_split
+from weft.plan.matrices import find_float8_matrices, list_matrices, tensor_parallel_spec
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import (
     AXES,
@@ -56,9 +56,7 @@ def _is_user_defined(name: str) -> bool:
 
 
 _PIPELINE = EffectRule(
-    lambda plan: plan.pp > 1,
-    "there is no pipeline (parallel.pp=1)",
-    "Set parallel.pp above 1",
+    lambda plan: plan.pp > 1, "there is no pipeline (parallel.pp=1)", "Set parallel.pp above 1"
 )
 _CONTEXT_PARALLEL = EffectRule(
     lambda plan: plan.cp > 1,
@@ -72,9 +70,7 @@ _SHARDED = EffectRule(
     "Set parallel.dp_shard above 1",
 )
 _LORA = EffectRule(
-    lambda plan: plan.lora_rank > 0,
-    "there are no adapters (lora.rank=0)",
-    "Set lora.rank",
+    lambda plan: plan.lora_rank > 0, "there are no adapters (lora.rank=0)", "Set lora.rank"
 )
 _FLOAT8 = EffectRule(
     lambda plan: plan.float8 != "none",
@@ -250,6 +246,9 @@ def unused_key_warnings(plan: Plan) -> Iterator[str]:
         if value != DEFAULTS[key] and not rule.has_effect(plan):
             remedy = f"{rule.remedy}, or remove the key" if rule.remedy else "Remove the key"
             yield f"{key}={format_value(value)} has no effect: {rule.reason}. {remedy}."
+    rate = plan.job.model.overrides().get("balance_rate")
+    if rate and plan.lora_rank and not plan.job.model.path:
+        yield f"model.balance_rate={rate} has no effect: the router is frozen (lora.rank)."
 
 
 def warmup_warnings(plan: Plan) -> Iterator[str]:
@@ -344,7 +343,7 @@ def _unconverted_neighbors(plan: Plan) -> list[str]:
     columns = [
         matrix.name.rpartition(".")
         for matrix in list_matrices(plan.model, family, plan.tp)
-        if weight_split(matrix.name, family) == "column"
+        if tensor_parallel_spec(matrix.name, family).weight == "column"
     ]
     mixed = {parent for parent, _, name in columns if f"{parent}.{name}" in selected}
     return list(

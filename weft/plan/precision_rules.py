@@ -84,23 +84,23 @@ def check_lora(
                 errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
         return
     matrices = list_matrices(model, family)
-    layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
     if not matrices:
         rule = f"needs nn.Linear layers in the blocks, which {job.model.kind} does not have"
         errors.add(key, rule, "use 0")
     for target in section.targets:
-        if target not in layers:
+        if not any(f".{matrix.name}".endswith(f".{target}") for matrix in matrices):
+            layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
             rule, remedy = "is not a linear layer of the model's blocks", suggest(target, layers)
             errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
     if job.precision.float8 != "none":
         rule = "does not support float8, because frozen matrices keep their dtype in every product"
         remedy = "use precision.float8=none; lora.quantize saves more memory"
         errors.add(key, rule, remedy, ("precision.float8",))
-    for layer in layers if section.quantize != "none" else ():
-        matrix = next(m for m in matrices if m.name.rpartition(".")[2] == layer)
+    unequal = {(m.name.rpartition(".")[2], m.in_features): m for m in matrices}
+    for (layer, _), matrix in unequal.items() if section.quantize != "none" else ():
         spec = tensor_parallel_spec(matrix.name, family)
-        shards = tp = degrees.tp if spec is not None and spec.weight == "row" else 1
-        if tp > 1 and spec is not None and spec.heads and model.num_heads % tp:
+        shards = tp = degrees.tp if spec.weight == "row" else 1
+        if tp > 1 and spec.heads and model.num_heads % tp:
             shards = model.num_heads  # no block may belong to two heads
         if matrix.in_features % (shards * QUANT_BLOCK_SIZE):
             over = f" over tp={tp} ranks" if tp > 1 else ""
@@ -111,9 +111,6 @@ def check_lora(
             smaller_tp = ", or a smaller parallel.tp" if tp > 1 else ""
             remedy = "use none, or another model size" + smaller_tp
             errors.add("lora.quantize", rule, remedy, ("parallel.tp",))
-    if family.moe_layers is not None:
-        rule = "adapts only linear layers, which a mixture of experts does not have"
-        errors.add(key, rule, "use 0", ("model.kind",))
 
 
 class FrozenWeights(NamedTuple):

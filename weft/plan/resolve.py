@@ -21,10 +21,7 @@ from weft.models import Family, load_family
 from weft.plan.degrees import ParallelDims, resolve_degrees
 from weft.plan.devices import peak_flops
 from weft.plan.lora_plan import TrainingCost, training_cost
-from weft.plan.matrices import (
-    find_float8_matrices,
-    supports_float8,
-)
+from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
 from weft.plan.model_config import adopt_model, model_name, resolve_section
 from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS
@@ -49,7 +46,6 @@ from weft.plan.rules import (
 from weft.plan.sharding import (
     check_state_dtype,
     fit_dp_shard,
-    local_trainable_params,
     resolve_gradient_sync,
     resolve_reshard,
     state_bytes_per_param,
@@ -143,7 +139,6 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     errors.raise_any()
 
     peak = peak_flops(machine.device_name) if compute_dtype == "bfloat16" else None
-    adapters = cost.trainable_params if cost.lora_rank else 0
     num_nodes = max(1, world_size // local_world_size)
     cores_per_rank = max(1, machine.devices // local_world_size)
     plan = Plan(
@@ -177,8 +172,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         compute_dtype=compute_dtype,
         reduce_dtype=job.precision.reduce_dtype,
         model=model,
-        num_params=cost.num_params + adapters,
-        num_active_params=(family.num_active_params or family.num_params)(model) + adapters,
+        num_params=cost.num_params + (cost.trainable_params if cost.lora_rank else 0),
+        num_active_params=cost.active_params,
         num_trainable_params=cost.trainable_params,
         flops_per_token=cost.flops_per_token,
         causal_flops_per_token=cost.causal_flops_per_token,
@@ -295,7 +290,8 @@ def _resolve_batch(
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
     """
     train, reshard = job.train, resolve_reshard(job, degrees)
-    local_params = local_trainable_params(family, model, degrees, cost.trainable_params)
+    # Without those of experts on other ranks.
+    local_params = cost.trainable_params - cost.expert_params * (1 - 1 / degrees.ep)
     gradient_sync = resolve_gradient_sync(job, reshard, local_params, degrees)
     local_batch_size = max(1, train.global_batch_size // degrees.dp_size)
     size = local_batch_size if train.microbatch_size == "auto" else train.microbatch_size
@@ -323,7 +319,7 @@ def _resolve_batch(
         )
         check_full_microbatches(errors, family, local_batch_size, microbatch_size)
         if cost.lora_rank and pipeline is not None:
-            check_adapter_stages(errors, job, pipeline)
+            check_adapter_stages(errors, job, pipeline, list_matrices(model, family))
     return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync)
 
 

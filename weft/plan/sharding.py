@@ -18,11 +18,8 @@ from weft.models import Family
 from weft.models.family import UnitCost
 from weft.plan.degrees import ParallelDims, divisors, format_choices
 from weft.plan.devices import GIB
-from weft.plan.lora_plan import (
-    TrainingCost,
-    is_target,
-)
-from weft.plan.matrices import MOMENT_BLOCK_SIZE, list_matrices, weight_split
+from weft.plan.lora_plan import TrainingCost, is_target
+from weft.plan.matrices import MOMENT_BLOCK_SIZE, list_matrices, tensor_parallel_spec
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.precision_rules import frozen_weights
 
@@ -58,15 +55,6 @@ def resolve_gradient_sync(
         return requested
     is_small = 4 * params / (degrees.tp * degrees.pp) <= MAX_UNSHARDED_GRADIENT_BYTES
     return "step" if reshard is False or is_small else "microbatch"
-
-
-def local_trainable_params(
-    family: Family, model: Any, degrees: ParallelDims, trainable_params: int
-) -> float:
-    """Return the trainable parameters, without those of experts on other ranks."""
-    if degrees.ep == 1 or family.unit_costs is None:
-        return trainable_params
-    return sum(local_unit_params(unit, degrees.ep) for unit in family.unit_costs(model, 1))
 
 
 def fit_dp_shard(
@@ -205,7 +193,7 @@ def check_state_dtype(
         if job.lora.has_adapters and not is_target(matrix.name, job.lora):
             continue
         is_blockwise = (
-            weight_split(matrix.name, family) == "row"
+            tensor_parallel_spec(matrix.name, family).weight == "row"
             and matrix.in_features % MOMENT_BLOCK_SIZE == 0
         )
         if is_blockwise and matrix.in_features % (degrees.tp * MOMENT_BLOCK_SIZE):

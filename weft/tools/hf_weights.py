@@ -58,7 +58,7 @@ def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
     fused = {part: name for name, parts in mapping.fused.items() for part in parts}
     tensors: dict[str, HFTensor] = {}
     for name, shape in shapes.items():
-        layer, module, leaf = _split_name(name)
+        layer, module, leaf = split_name(name)
         if match := EXPERT_BIAS.fullmatch(name):
             if mapping.expert_bias:
                 ones = (1,) * mapping.expert_bias_rows
@@ -82,7 +82,7 @@ def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
     return tensors
 
 
-def _split_name(name: str) -> tuple[str, str, str]:
+def split_name(name: str) -> tuple[str, str, str]:
     """Split a name into layer (with a dot), module and kind of parameter."""
     path, leaf = name.rsplit(".", 1)
     parts = path.split(".")

@@ -88,7 +88,7 @@ def _draw_experts(base: Any, ep: int, tp: int, ffn_unit: int, rng: random.Random
         "expert_groups": groups,
         "active_groups": active_groups,
         "active_experts": rng.randint(1, min(3, experts // groups * active_groups)),
-        "expert_dim": tp * ffn_unit if ffn_unit == MOMENT_BLOCK_SIZE else rng.choice((3, 8, 12)),
+        "expert_dim": tp * ffn_unit if ffn_unit >= MOMENT_BLOCK_SIZE else rng.choice((3, 8, 12)),
     }
 
 
@@ -131,6 +131,9 @@ def _draw_width(
         fields |= {"num_kv_heads": heads, "head_dim": rope_dim + unit * rng.choice((2, 3))}
         fields |= {"head_dim": fields["head_dim"] // 2 * 2, "rope_head_dim": rope_dim}
         fields |= {"value_head_dim": unit * 2, "q_rank": unit * rng.choice((0, 5))}
+        if quantized:
+            fields |= {"value_head_dim": QUANT_BLOCK_SIZE // 2}
+            fields["q_rank"] = QUANT_BLOCK_SIZE * rng.choice((0, 1))
     rope_dim = fields.get("rope_head_dim", int(head_dim * fraction))
     if overrides.get("model.rope_scaling", base.rope_scaling) == "longrope":
         for name in ("rope_short_factors", "rope_long_factors"):

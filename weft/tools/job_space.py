@@ -99,7 +99,10 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.expert_limit": ("1.5",),
     "train.objective": tuple(OBJECTIVES),
     "lora.rank": ("2", "3"),
-    "lora.targets": ("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
+    "lora.targets": (
+        *("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
+        "experts.up_proj,o_proj",
+    ),
     "optim.name": tuple(OPTIMIZERS),
     "optim.schedule": tuple(RATES),
     "optim.warmup_steps": ("0", "1"),

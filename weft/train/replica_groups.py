@@ -333,11 +333,7 @@ class ReplicaGroups(SingleReplica):
         return state
 
     def _send(
-        self,
-        receiver: int,
-        state: TrainState,
-        model_parts: list[nn.Module],
-        optimizer: Optimizer,
+        self, receiver: int, state: TrainState, model_parts: list[nn.Module], optimizer: Optimizer
     ) -> None:
         optim_state = optimizer_state(model_parts, optimizer)
         shapes = {
@@ -357,11 +353,7 @@ class ReplicaGroups(SingleReplica):
             self._pg.send([local], receiver, 0).wait()
 
     def _receive(
-        self,
-        sender: int,
-        state: TrainState,
-        model_parts: list[nn.Module],
-        optimizer: Optimizer,
+        self, sender: int, state: TrainState, model_parts: list[nn.Module], optimizer: Optimizer
     ) -> TrainState:
         def receive_into(tensor: Tensor) -> Tensor:
             buffer = torch.empty_like(

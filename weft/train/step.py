@@ -29,11 +29,7 @@ from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
-from weft.parallel.private import (
-    run_schedule,
-    use_forward_only_order,
-    wrap_pipeline_actions,
-)
+from weft.parallel.private import run_schedule, use_forward_only_order, wrap_pipeline_actions
 from weft.parallel.tied_parameters import TiedParameters
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
@@ -136,7 +132,8 @@ class TrainStep:
         if self.objective.metrics:
             self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
         self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
-        rate = getattr(plan.model, "balance_rate", 0.0)
+        # With adapters the router is frozen: see `weft.parallel.lora`.
+        rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device)
 
     def forward_backward(

@@ -97,6 +97,7 @@ HF_MAPPING = HFMapping(
         down="mlp.experts.down_proj",
         transposed=True,
         interleaved=True,
+        marked=True,
     ),
     quantization="mxfp4",
 )

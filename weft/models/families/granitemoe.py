@@ -55,6 +55,7 @@ HF_MAPPING = HFMapping(
     # Published files have the dropout of pretraining; weft trains without.
     ignored_fields=frozenset({"attention_dropout"}),
     names={"mlp.router": "block_sparse_moe.router.layer"},
+    experts="block_sparse_moe.experts",
     stacked=StackedExperts(
         gate_up="block_sparse_moe.input_linear",
         down="block_sparse_moe.output_linear",

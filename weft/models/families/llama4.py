@@ -87,6 +87,7 @@ HF_MAPPING = HFMapping(
         "mlp": "feed_forward",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
+    experts="feed_forward.experts",
     stacked=StackedExperts(
         gate_up="feed_forward.experts.gate_up_proj",
         down="feed_forward.experts.down_proj",
