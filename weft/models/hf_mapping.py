@@ -113,7 +113,7 @@ def detect_family(
     if isinstance(model_type, str) and model_type in kind_by_type:
         return kind_by_type[model_type], []
     rule = f"must be {format_hf_choices(kind_by_type)}"
-    remedy = "no other model is supported"
+    remedy = "docs/add-a-family.md shows how to add another one"
     text = hf_config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, dict) else None
     if isinstance(text_type, str) and text_type in kind_by_type:

@@ -37,7 +37,7 @@ from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
 from weft.models.hf_mapping import check_hf_config, param_shapes, to_hf_config
-from weft.tools.hf_weights import find_dropped_bias, to_hf_weights
+from weft.tools.hf_weights import find_dropped_bias, list_hf_tensors, to_hf_weights
 from weft.tools.inference_model import CheckpointRef, find_base_checkpoint, find_checkpoint
 from weft.tools.peft_export import export_adapter, open_merged
 from weft.train.job_checks import check_writable
@@ -112,7 +112,10 @@ def export_checkpoint(
     if checkpoint and not errors and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
-        num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
+        num_bytes = sum(
+            tensor.shape.numel() * (tensor.dtype or DTYPES[dtype]).itemsize
+            for tensor in list_hf_tensors(checkpoint.family, checkpoint.config).values()
+        )
     check_out(errors, "out", out, num_bytes)
     errors.raise_any()
     assert checkpoint is not None
