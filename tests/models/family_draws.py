@@ -66,9 +66,9 @@ class Draw:
         return {"rope_parameters": tree}
 
     def types(self, local: str = "sliding_attention") -> list[str]:
-        """Return a random list of kinds of layers, with one local at least."""
+        """Return a random list of kinds of layers, mostly with a local one."""
         kinds = [self.pick(local, "full_attention") for _ in range(self.layers)]
-        kinds[self.random.randrange(self.layers)] = local
+        kinds[self.random.randrange(self.layers)] = self.pick(local, local, "full_attention")
         return kinds
 
     def experts(self, **names: str) -> Json:

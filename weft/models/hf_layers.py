@@ -25,8 +25,9 @@ def write_layers(mapping: HFMapping, config: DecoderConfig) -> Json:
         local = [config.is_local(i) for i in indices]
         hf_field, key = layers.window
         tree[hf_field] = getattr(config, key) or None
-        if mapping.rope_layers == "hybrid" and not any(local) and not config.has_rope(0):
-            tree[hf_field] = layers.default_window  # null would give all layers positions
+        is_optional = mapping.rope_layers == "hybrid" and config.has_rope(0)
+        if not any(local) and "G" in layers.default and not is_optional:
+            tree[hf_field] = layers.default_window  # transformers needs it, though it has no effect
         if layers.has_types:
             tree["layer_types"] = [
                 layers.local if is_local else "full_attention" for is_local in local

@@ -25,7 +25,8 @@ PATH_REMEDY = (
     "Face Hub, or the directory of a weft run"
 )
 HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
-SMALL_FILES, WEIGHT_FILES = ("*.json", "*.jinja"), ("*.safetensors",)
+SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
+WEIGHT_FILES = ("*.safetensors",)
 MAX_CONFIG_BYTES = 1 << 20
 
 
