@@ -41,15 +41,13 @@ def gateway() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def source(
-    gateway: int, store_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def source(gateway: int, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory whose files are also in s3://models/tiny."""
     directory = tiny_dir(tmp_path_factory.mktemp("source") / "hf", store_path / "tokenizer.json")
     with pytest.MonkeyPatch.context() as patch:
         set_environment(patch, gateway)
         run_python("-c", PUT, str(directory))
-    yield directory
+    return directory
 
 
 @pytest.fixture
