@@ -145,8 +145,10 @@ def read_results() -> dict[str, Any]:
 def run(kinds: list[str], again: bool) -> None:
     """Run the cells without a result; with ``again`` also those that did not work."""
     record = read_results()
+    today = datetime.date.today().isoformat()
+    record["since"] = record.get("since", today)
     record |= {
-        "date": datetime.date.today().isoformat(),
+        "date": today,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -182,7 +184,8 @@ def matrix(record: dict[str, Any]) -> str:
     columns = ["import", "export", *list(COLUMNS)[1:]]
     lines = ["| `model.kind` | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     reasons: dict[str, list[str]] = {}
-    for kind, cells in record["families"].items():
+    for kind in FAMILIES:
+        cells = record["families"].get(kind, {})
         if not COLUMNS.keys() <= cells.keys():
             continue  # interrupted
         texts = []
@@ -203,8 +206,9 @@ def write_page() -> None:
     """Replace the tables of docs/models.md."""
     record, text = read_results(), PAGE.read_text("utf-8")
     head = (
-        f"`python benchmarks/models.py` made this table on {record['date']} with PyTorch "
-        f"{record['torch']}, Python {record['python']}, on CPU. It was not run on a GPU."
+        f"`python benchmarks/models.py` made this table from {record['since']} to "
+        f"{record['date']} with PyTorch {record['torch']}, Python {record['python']}, on CPU. "
+        "It was not run on a GPU."
     )
     for name, table in (("presets", presets()), ("matrix", f"{head}\n\n{matrix(record)}")):
         before, rest = text.split(f"<!-- {name} -->\n")

@@ -146,6 +146,29 @@ def server() -> Iterator[int]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextmanager
+def any_server() -> Iterator[int]:
+    """Yield the port of a gateway, or of moto's server where Ceph is not installed."""
+    if not missing():
+        with server() as port:
+            yield port
+        return
+    (port,) = free_ports(1)
+    command = ("moto_server", "-H", "127.0.0.1", "-p", str(port))
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent
+    )
+    try:
+        until = time.monotonic() + 60
+        while not answers(port):
+            assert time.monotonic() < until, "moto's server does not start"
+            time.sleep(0.3)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
 def answers(port: int) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)

@@ -66,9 +66,9 @@ class Draw:
         return {"rope_parameters": tree}
 
     def types(self, local: str = "sliding_attention") -> list[str]:
-        """Return a random list of kinds of layers, with one local at least."""
+        """Return a random list of kinds of layers, mostly with a local one."""
         kinds = [self.pick(local, "full_attention") for _ in range(self.layers)]
-        kinds[self.random.randrange(self.layers)] = local
+        kinds[self.random.randrange(self.layers)] = self.pick(local, local, "full_attention")
         return kinds
 
     def experts(self, **names: str) -> Json:
@@ -82,6 +82,49 @@ def llama(d: Draw) -> Json:
     width = d.pick(d.width, 12)
     act = d.pick("silu", "gelu")
     return tree | {"head_dim": width, "hidden_act": act} | d.rope(width=width)
+
+
+def arcee(d: Draw) -> Json:
+    width = d.pick(d.width, 12)
+    tree = d.base(head_dim=width, attention_bias=d.pick(*SWITCH), mlp_bias=d.pick(*SWITCH))
+    return tree | {"hidden_act": d.pick("relu2", "silu")} | d.rope(width=width)
+
+
+def dots1(d: Draw) -> Json:
+    tree = d.base(
+        head_dim=d.width,
+        attention_bias=d.pick(*SWITCH),
+        n_routed_experts=6,
+        n_shared_experts=d.pick(1, 2),
+        first_k_dense_replace=d.pick(0, 1),
+        norm_topk_prob=d.pick(*SWITCH),
+        routed_scaling_factor=d.pick(1.0, 2.5),
+        sliding_window=d.pick(None, d.window),
+        **d.pick({}, {"max_window_layers": 1}),
+        **d.pick({"n_group": 1, "topk_group": 1}, {"n_group": 3, "topk_group": 2}),
+    )
+    names = d.experts(active="num_experts_per_tok", width="moe_intermediate_size")
+    return tree | names | d.rope()
+
+
+def starcoder2(d: Draw) -> Json:
+    tree = d.base(
+        use_bias=d.pick(*SWITCH),
+        norm_epsilon=d.pick(1e-5, 1e-6),
+        sliding_window=d.pick(None, d.window),
+        hidden_act=d.pick("gelu_pytorch_tanh", "relu2"),
+    )
+    del tree["rms_norm_eps"]
+    return tree | d.rope()
+
+
+def exaone4(d: Draw) -> Json:
+    tree = d.base(head_dim=d.width) | d.rope(1e6)
+    if d.pick(*SWITCH):
+        return tree | {"sliding_window": None, "layer_types": ["full_attention"] * d.layers}
+    types = d.pick(d.types(), ["full_attention"] * d.layers)
+    pattern = {"sliding_window_pattern": d.pick(4, "LLLG")}
+    return tree | pattern | {"sliding_window": d.window, "layer_types": types}
 
 
 def llama4(d: Draw) -> Json:
@@ -208,6 +251,7 @@ def deepseek_v3(d: Draw) -> Json:
     rope = d.pick(4, 6)
     tree = d.base(
         num_key_value_heads=d.heads,
+        attention_bias=d.pick(*SWITCH),
         rms_norm_eps=1e-6,
         q_lora_rank=d.pick(None, 11),
         kv_lora_rank=d.pick(9, 14),

@@ -26,6 +26,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import RunSection
 from weft.models import FAMILIES
 from weft.models.decoder_costs import num_matmul_params
+from weft.models.hf_fields import DEFAULTS
 from weft.models.hf_mapping import (
     check_hf_config,
     from_hf_config,
@@ -68,10 +69,11 @@ def transformers_model(kind: str, fields: dict[str, Any]) -> Any:
     config = AutoConfig.for_model(mapping.model_type, **fields)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32)
+    mean = 0.0 if mapping.constants.get("norm_offset") else 1.0
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight") or "layernorm" in name:
-                tensor.normal_(0.0 if kind.startswith(("gemma", "nemotron")) else 1.0, 0.2)
+                tensor.normal_(mean, 0.2)
             elif "score_correction" in name or tensor.requires_grad:
                 tensor.normal_(0, 0.2)
     return model.eval()
@@ -169,6 +171,24 @@ def run_draw(kind: str, seed: int, tmp_path: Path) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_family_equals_transformers(kind: str, tmp_path: Path) -> None:
     run_draw(kind, 0, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_fields_have_the_defaults_of_transformers(kind: str) -> None:
+    from transformers import AutoConfig
+
+    family, mapping = FAMILIES[kind], get_hf_mapping(FAMILIES[kind])
+    fields = {"num_hidden_layers": 70, "num_attention_heads": 128, "hidden_size": 8192}
+    required = {name for name, entry in mapping.all_fields.items() if not entry.optional}
+    required -= {*DEFAULTS, *mapping.defaults, *fields, "num_key_value_heads", "head_dim"}
+    least = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
+    least |= fields | dict.fromkeys(required, 128)
+    config, errors = from_hf_config(family, least)
+    assert not errors, [str(error) for error in errors]
+    created = AutoConfig.for_model(**{n: v for n, v in least.items() if n != "architectures"})
+    result, errors = from_hf_config(family, json.loads(created.to_json_string()) | least)
+    assert not errors, [str(error) for error in errors]
+    assert result == config
 
 
 @pytest.mark.slow
@@ -276,6 +296,28 @@ def test_export_refuses_a_load_balance_bias_that_the_model_lacks(tmp_path: Path)
     bias = torch.tensor([0.0, 0.1])
     weights[name] = Weight(bias.shape, lambda: iter([bias]))
     assert find_dropped_bias(family, checkpoint.config, weights) == name
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if get_hf_mapping(FAMILIES[kind]).expert_bias]
+)
+def test_export_in_bfloat16_has_the_dtypes_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Load-balance biases stay float32, and so do routers of ERNIE 4.5."""
+    source, twin = draw_files(kind, tmp_path)
+    import_model(source, tmp_path / "run", lambda progress: None, force=True)
+    out = tmp_path / "out"
+    message = export_checkpoint(tmp_path / "run", out, "bfloat16", "9KB", lambda progress: None)
+    before, after = load_tensors(source), load_tensors(out)
+    bias = [name for name in after if name.endswith("e_score_correction_bias")]
+    assert bias
+    assert all(torch.equal(after[name], before[name]) for name in bias)
+    type(twin).from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    theirs = load_tensors(tmp_path / "theirs")
+    assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in theirs.items()}
+    index = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]
+    assert index["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert index["total_parameters"] == sum(tensor.numel() for tensor in after.values())
+    assert f"{index['total_size']:,} bytes" in message
 
 
 def test_export_of_damaged_experts_is_refused(tmp_path: Path) -> None:

@@ -465,6 +465,28 @@ FAULTS: list[Fault] = [
         ("tools/hf_convert.py",),
     ),
     Fault(
+        "interchange",
+        "the load-balance bias is rounded",
+        "tools/hf_weights.py",
+        '(name,), "bias", dtype=torch.float32',
+        '(name,), "bias"',
+        ("tools/hf_convert.py",),
+    ),
+    Fault(
+        "interchange",
+        "models without windows have no positions",
+        "models/hf_layers.py",
+        "or (is_hybrid and window)",
+        "or is_hybrid",
+    ),
+    Fault(
+        "interchange",
+        "models with a useless window have positions",
+        "models/hf_layers.py",
+        "tree[hf_field] = layers.default_window",
+        "tree[hf_field] = None",
+    ),
+    Fault(
         "mask",
         "a new token does not see itself",
         "models/kv_cache.py",

@@ -1679,6 +1679,27 @@ def check_damage() -> None:
 # --------------------------------------------------------------------------- export, inference
 
 
+@check("unit: files of transformers")
+def check_files() -> None:
+    """Check dtypes of exported tensors, and which layers of EXAONE 4 have positions."""
+    from weft.models import FAMILIES
+    from weft.models.hf_mapping import from_hf_config, to_hf_config
+    from weft.tools.hf_weights import list_hf_tensors
+
+    config: Any = FAMILIES["deepseek_v3"].presets["toy"]
+    for name, tensor in list_hf_tensors(FAMILIES["deepseek_v3"], config).items():
+        known = torch.float32 if name.endswith("e_score_correction_bias") else None
+        expect(tensor.dtype == known, f"{name} has dtype {tensor.dtype}", "tools/hf_weights.py")
+    family, module = FAMILIES["exaone4"], "models/hf_layers.py"
+    for window, pattern in ((8, "N"), (None, "R")):
+        tree = to_hf_config(family, family.presets["toy"], "float32")
+        tree |= {"sliding_window": window, "layer_types": ["full_attention"] * 3}
+        read, errors = from_hf_config(family, tree)
+        expect(not errors and read.rope_pattern == pattern, f"positions at {window}", module)
+        written = to_hf_config(family, read, "float32")
+        expect(from_hf_config(family, written) == (read, []), f"writes {window}", module)
+
+
 @check("run: export, import and adapters")
 def check_export() -> None:
     """Check that transformers and PEFT compute equal outputs from an export."""

@@ -243,7 +243,7 @@ def load_model(
 
     Args:
         path: a run or its directory, for its newest checkpoint; the directory of a checkpoint; a
-            Hugging Face directory; or ``org/name`` on the Hub.
+            Hugging Face directory, which may be ``s3://bucket/model``; or ``org/name`` on the Hub.
         dtype: of the parameters, such as ``bfloat16``; default: float32.
         device: such as ``cpu`` or ``cuda:1``; default: a GPU if there is one.
 

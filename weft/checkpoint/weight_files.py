@@ -67,10 +67,12 @@ class Weight(NamedTuple):
         shape: of the tensor.
         read: yields chunks of rows: all, or those from its first argument to before its second,
             which a tensor of a checkpoint or of safetensors supports.
+        dtype: dtype in safetensors; None: that of the other weights.
     """
 
     shape: torch.Size
     read: Callable[..., Iterator[Tensor]]
+    dtype: torch.dtype | None = None
 
 
 # --------------------------------------------------------------------------- files
@@ -234,14 +236,14 @@ def write_weight_files(
         DamagedCheckpoint: if a weight differs from what was saved.
         UnrepresentableValue: if a weight is not finite in ``dtype``.
     """
-    sizes = {name: weight.shape.numel() * dtype.itemsize for name, weight in weights.items()}
+    sizes = {n: w.shape.numel() * (w.dtype or dtype).itemsize for n, w in weights.items()}
     groups = group_by_size(sizes, max_file_bytes)
     files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     for file, group in zip(files, groups, strict=True):
         write_weight_file(directory / file, {n: weights[n] for n in group}, dtype, report)
     if len(files) > 1:
-        counts = {"total_parameters": sum(sizes.values()) // dtype.itemsize}
+        counts = {"total_parameters": sum(w.shape.numel() for w in weights.values())}
         weight_map = {n: file for file, group in zip(files, groups, strict=True) for n in group}
         total = {"total_size": sum(sizes.values())}
         write_json(directory / INDEX, {"metadata": counts | total, "weight_map": weight_map})
@@ -266,7 +268,7 @@ def write_weight_file(
         UnrepresentableValue: if a weight is not finite in ``dtype``.
     """
     ordered = {name: weights[name] for name in sorted(weights)}  # as in the library
-    layout = lay_out_file({name: (dtype, w.shape) for name, w in ordered.items()}, {})
+    layout = lay_out_file({name: (w.dtype or dtype, w.shape) for name, w in ordered.items()}, {})
     with create_file(path, layout.num_bytes) as file:
         layout.write(
             file, chain(*(_round_rows(name, w, dtype, report) for name, w in ordered.items()))
@@ -279,7 +281,7 @@ def _round_rows(
 ) -> Iterator[Tensor]:
     """Yield the rows of a weight in ``dtype``; report each chunk once it is written."""
     for rows in weight.read():
-        rounded = rows.to(dtype)
+        rounded = rows.to(weight.dtype or dtype)
         if not rounded.isfinite().all():
             dtype_name = str(dtype).removeprefix("torch.")
             cause = f"has values that {dtype_name} cannot represent"

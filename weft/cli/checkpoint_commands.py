@@ -23,7 +23,8 @@ def add_export(commands: Commands) -> None:
     add = add_command(commands, "export", run_export, takes_keys=False).add_argument
     add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
     add("out", metavar="OUT", type=directory, help="new directory, or s3://bucket/prefix")
-    add("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
+    text = "float32, bfloat16 or float16 (default: the imported model's, else float32)"
+    add("--dtype", default="", help=text)
     add("--max-shard", default="5GB", help="maximum file size (default: 5GB)")
     text = "export only the adapters of a LoRA run, as PEFT does"
     add("--adapter", action="store_true", help=text)

@@ -59,10 +59,8 @@ def optional(key: str) -> HFField:
 
 def choice(key: str, choices: Mapping[Any, Any]) -> HFField:
     """Return a field with a table of its values and the key's."""
-    inverse = {value: name for name, value in choices.items()}
-    return HFField(
-        (key,), choices.__getitem__, lambda value: inverse.get(value, value), None, choices
-    )
+    names = {value: name for name, value in choices.items()}
+    return HFField((key,), choices.__getitem__, lambda v: names.get(v, v), None, choices)
 
 
 def inverse_of(key: str) -> HFField:
@@ -219,7 +217,8 @@ class HFMapping:
         switches: field -> key that is 0 if the field is false (default: true).
         layers: local layers; None: every layer sees all earlier tokens.
         rope: rotary positions.
-        rope_layers: how layers without rotary positions are listed; local: local layers have them.
+        rope_layers: how layers without rotary positions are listed; local: local layers have them;
+            hybrid: so do all layers of a model without a window.
         expert_layers: field that lists the layers with experts.
         has_latent_attention: True if ``head_dim`` is the sum of ``qk_nope_head_dim`` and
             ``qk_rope_head_dim``.
@@ -231,6 +230,7 @@ class HFMapping:
         experts: module of the experts in transformers 5, below the layer.
         expert_bias: Hugging Face's name of the load-balance bias, below the layer; "": none.
         expert_bias_rows: number of leading dimensions of size 1 of that bias.
+        has_float32_router: True if files of any dtype have routers in float32.
         quantization: supported ``quant_method`` of imported files.
     """
 
@@ -246,7 +246,7 @@ class HFMapping:
     switches: Mapping[str, str] = field(default_factory=dict)
     layers: HFLayers | None = None
     rope: HFRope = field(default_factory=HFRope)
-    rope_layers: Literal["all", "no_rope_layers", "local"] = "all"
+    rope_layers: Literal["all", "no_rope_layers", "local", "hybrid"] = "all"
     expert_layers: Literal["", "mlp_only_layers", "moe_layers", "moe_layer_end_index"] = ""
     has_latent_attention: bool = False
     scales_embeddings: bool = False
@@ -257,6 +257,7 @@ class HFMapping:
     experts: str = "mlp.experts"
     expert_bias: str = ""
     expert_bias_rows: int = 0
+    has_float32_router: bool = False
     quantization: str = ""
 
     @cached_property

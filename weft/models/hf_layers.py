@@ -25,6 +25,9 @@ def write_layers(mapping: HFMapping, config: DecoderConfig) -> Json:
         local = [config.is_local(i) for i in indices]
         hf_field, key = layers.window
         tree[hf_field] = getattr(config, key) or None
+        is_optional = mapping.rope_layers == "hybrid" and config.has_rope(0)
+        if not any(local) and "G" in layers.default and not is_optional:
+            tree[hf_field] = layers.default_window  # transformers needs it, though it has no effect
         if layers.has_types:
             tree["layer_types"] = [
                 layers.local if is_local else "full_attention" for is_local in local
@@ -85,8 +88,9 @@ def read_layers(
     yield from problems
     if problems:
         return
-    default = _default_layers(layers, hf_config, has_rope)
-    is_required = layers.default in ("rope",) or "G" in layers.default
+    default = _default_layers(mapping, layers.default, hf_config, has_rope)
+    is_hybrid = mapping.rope_layers == "hybrid"
+    is_required = layers.default == "rope" or ("G" in layers.default and not is_hybrid)
     is_local = default if window or is_required else [False] * count
     if types is not None:
         names = ("full_attention", layers.local)
@@ -109,7 +113,7 @@ def read_layers(
     fields["layer_pattern"] = pattern
     if not any(is_local):
         fields[key] = 0
-    if mapping.rope_layers == "local":
+    if mapping.rope_layers == "local" or (is_hybrid and window):
         fields["rope_pattern"] = pattern.replace("L", "R").replace("G", "N")
 
 
@@ -139,23 +143,27 @@ def _read_window(layers: HFLayers, hf_config: Json) -> tuple[Any, list[Problem]]
         window = window if is_on else None
     for name, least in (("max_window_layers", 0), ("sliding_window_pattern", 1)):
         value = hf_config.get(name)
+        if name == "sliding_window_pattern" and hf_config.get("layer_types"):
+            continue  # transformers does not read it, and its text form (LLLG) never
         if value is not None and (type(value) is not int or value < least):
             problems.append((name, value, f"must be an integer from {least}"))
     return window, problems
 
 
-def _default_layers(layers: HFLayers, hf_config: Json, has_rope: list[bool]) -> list[bool]:
+def _default_layers(
+    mapping: HFMapping, pattern: str, hf_config: Json, has_rope: list[bool]
+) -> list[bool]:
     """Return which layers are local in a file without ``layer_types``."""
-    count, pattern = len(has_rope), layers.default
+    count = len(has_rope)
     if pattern == "rope":
         return has_rope
     if pattern == "no_rope":
         return [not value for value in has_rope]
-    if pattern == "max_window_layers":
-        first = hf_config.get("max_window_layers", 28)
+    if pattern == (name := "max_window_layers"):
+        first = hf_config.get(name, mapping.defaults.get(name, 28))
         return [first is None or i >= first for i in range(count)]
     period = hf_config.get("sliding_window_pattern")
-    if period and "G" in pattern:
+    if type(period) is int and period and "G" in pattern:
         return [(i + 1) % period != 0 for i in range(count)]
     return [pattern[i % len(pattern)] == "L" for i in range(count)]
 

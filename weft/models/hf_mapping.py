@@ -113,7 +113,7 @@ def detect_family(
     if isinstance(model_type, str) and model_type in kind_by_type:
         return kind_by_type[model_type], []
     rule = f"must be {format_hf_choices(kind_by_type)}"
-    remedy = "no other model is supported"
+    remedy = "docs/add-a-family.md shows how to add another one"
     text = hf_config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, dict) else None
     if isinstance(text_type, str) and text_type in kind_by_type:
@@ -209,9 +209,7 @@ def check_hf_config(family: Family, config: Any) -> list[ConfigError]:
 
 def simplify(config: DecoderConfig) -> DecoderConfig:
     """Return an equal model whose keys without effect have their default values."""
-    indices = range(config.num_layers)
-    local = [config.is_local(i) for i in indices]
-    rope = [config.has_rope(i) for i in indices]
+    local, rope = _layers(config)
     update: Json = {
         "layer_pattern": shortest_pattern(["GL"[is_local] for is_local in local]),
         "rope_pattern": shortest_pattern(["NR"[has_rope] for has_rope in rope]),
@@ -222,6 +220,18 @@ def simplify(config: DecoderConfig) -> DecoderConfig:
         update["value_head_dim"] = 0
     if config.attention_scale == config.key_dim**-0.5:
         update["attention_scale"] = 0.0
+    return _reset_unused(config).model_copy(update=update)
+
+
+def _layers(config: DecoderConfig) -> tuple[list[bool], list[bool]]:
+    """Return which layers are local, and which have rotary positions."""
+    indices = range(config.num_layers)
+    return [config.is_local(i) for i in indices], [config.has_rope(i) for i in indices]
+
+
+def _reset_unused(config: DecoderConfig) -> DecoderConfig:
+    """Return the model with the defaults of the keys that have no effect in it."""
+    local, rope = _layers(config)
     unused = {key for keys in ROPE_KEYS.values() for key in keys}
     unused -= set(ROPE_KEYS.get(config.rope_scaling, ()))
     has_same_theta = config.rope_local_theta == config.rope_theta and config.rope_scaling == "none"
@@ -240,7 +250,7 @@ def simplify(config: DecoderConfig) -> DecoderConfig:
     elif config.num_moe_layers == config.num_layers:
         unused |= {"ffn_dim", "dense_layers", "expert_interval"}
     defaults = {key: type(config).model_fields[key].default for key in unused}
-    return config.model_copy(update=update | defaults)
+    return config.model_copy(update=defaults)
 
 
 def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigError]]:
@@ -276,7 +286,7 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     config_errors = [error for error in config_errors if error.value is not None]
     config: Any = None
     if not config_errors and not any(value is MISSING for _, value, *_ in found):
-        config = family.config.model_validate(fields)
+        config = _reset_unused(family.config.model_validate(fields))  # type: ignore[arg-type]
         config_errors = family.check(config)
     found += [*_rename_errors(mapping, config_errors, {name for name, *_ in found})]
     errors = [_make_error(mapping, *item) for item in found]

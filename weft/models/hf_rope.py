@@ -243,7 +243,8 @@ def _read_yarn(mapping: HFMapping, tree: Json, fields: Json) -> Iterator[Problem
         yield "rope_scaling.truncate", truncate, "must be true or false"
         return
     if not truncate and mapping.rope.local_theta is not None:
-        yield "rope_scaling.truncate", truncate, "must be true"  # transformers ignores it here
+        remedy = f"remove it: transformers ignores it in a {mapping.name}"
+        yield "rope_scaling.truncate", truncate, "must be true", remedy
     fields["rope_truncate"] = truncate
     scales = []
     for name in ("mscale", "mscale_all_dim"):

@@ -22,10 +22,11 @@ from weft.models.hf_mapping import detect_family, from_hf_config
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
 PATH_REMEDY = (
     "give a directory with config.json, safetensors and tokenizer.json, org/name of the Hugging "
-    "Face Hub, or the directory of a weft run"
+    "Face Hub, or the directory of a weft run; weft import makes one of s3://bucket/model"
 )
 HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
-SMALL_FILES, WEIGHT_FILES = ("*.json", "*.jinja"), ("*.safetensors",)
+SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
+WEIGHT_FILES = ("*.safetensors",)
 MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -185,8 +186,9 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
     if local.exists() or not HUB_NAME.fullmatch(path):
         raise InvalidConfig([ConfigError(key, path, rule, PATH_REMEDY)])
     remedy = (
-        f"on a machine with network run: hf download {name} --local-dir DIRECTORY. Then use "
-        "that directory"
+        "check the name; if the model is private or gated, accept its terms and set HF_TOKEN. "
+        f"Without network, run on another machine: hf download {name} --local-dir DIRECTORY. "
+        "Then use that directory"
     )
     try:
         from huggingface_hub import snapshot_download

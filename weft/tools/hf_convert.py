@@ -36,16 +36,24 @@ from weft.data.document_tokens import (
 from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
-from weft.models.hf_mapping import check_hf_config, param_shapes, to_hf_config
-from weft.tools.hf_weights import find_dropped_bias, to_hf_weights
+from weft.models.hf_mapping import (
+    IGNORED_FIELDS,
+    check_hf_config,
+    from_hf_config,
+    get_hf_mapping,
+    param_shapes,
+    simplify,
+    to_hf_config,
+)
+from weft.tools.hf_weights import find_dropped_bias, list_hf_tensors, to_hf_weights
 from weft.tools.inference_model import CheckpointRef, find_base_checkpoint, find_checkpoint
 from weft.tools.peft_export import export_adapter, open_merged
 from weft.train.job_checks import check_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Files of the source that an imported run keeps in `SOURCE_DIR` for the export: chat template and
-# special tokens.
+# Files of the source that an imported run keeps in `SOURCE_DIR` for the export: chat template,
+# special tokens, and older forms of the tokenizer, which converters for other formats read.
 SOURCE_DIR = IMPORTED_DIR
 COMPANION_FILES = (
     "config.json",
@@ -53,6 +61,7 @@ COMPANION_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
 MAX_FILE_BYTES = 100_000_000  # of any file except the weights
 
@@ -83,7 +92,8 @@ def export_checkpoint(
     Args:
         path: a run directory, or one of its checkpoints.
         out: a directory that does not exist; it appears when complete.
-        dtype: one of `DTYPES`.
+        dtype: one of `DTYPES`; '': that of the imported model; float32 without one, and for
+            adapters.
         max_shard: maximum size of a file, such as 5GB.
         report: called with the progress.
         adapter: write only the adapters, for PEFT.
@@ -97,22 +107,30 @@ def export_checkpoint(
     """
     errors = ConfigErrors()
     max_bytes = _parse_size(max_shard, errors)
-    if dtype not in DTYPES:
+    if dtype and dtype not in DTYPES:
         errors.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), value=dtype)
     checkpoint, special, num_bytes = None, None, 0
     weights: dict[str, Weight] = {}
+    source: dict[str, Any] = {}
     with errors.collect():
         checkpoint = find_checkpoint(path)
+        source = _read_source_config(checkpoint, errors)
+        if not dtype:
+            known = str(source.get("dtype") or source.get("torch_dtype")).removeprefix("torch.")
+            dtype = known if known in DTYPES and not adapter else "float32"
         if checkpoint.family.hf_mapping is None:
             rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
             errors.add("model.kind", rule, remedy, value=checkpoint.job.model.kind)
         elif not adapter:
             errors += check_hf_config(checkpoint.family, checkpoint.config)
-        special = _special_tokens(checkpoint, errors)
+        special = _special_tokens(checkpoint, source)
     if checkpoint and not errors and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
-        num_bytes = sum(w.shape.numel() for w in weights.values()) * DTYPES[dtype].itemsize
+        num_bytes = sum(
+            tensor.shape.numel() * (tensor.dtype or DTYPES[dtype]).itemsize
+            for tensor in list_hf_tensors(checkpoint.family, checkpoint.config).values()
+        )
     check_out(errors, "out", out, num_bytes)
     errors.raise_any()
     assert checkpoint is not None
@@ -142,7 +160,7 @@ def export_checkpoint(
                 "--dtype", f"cannot be used: {error}", "use bfloat16 or float32", value=dtype
             )
             raise InvalidConfig(errors) from error
-        config = to_hf_config(family, checkpoint.config, dtype)
+        config = _keep_fields(checkpoint, source, to_hf_config(family, checkpoint.config, dtype))
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
     return f"{out}: {size}, from {checkpoint.path}"
@@ -184,7 +202,35 @@ class _SpecialTokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(checkpoint: CheckpointRef, errors: ConfigErrors) -> _SpecialTokens:
+def _read_source_config(checkpoint: CheckpointRef, errors: ConfigErrors) -> dict[str, Any]:
+    """Return the ``config.json`` that was imported; empty if the model was not imported."""
+    path = checkpoint.run_dir / SOURCE_DIR / "config.json"
+    return (read_json_object(path, errors) or {}) if path.parent.is_dir() else {}
+
+
+def _keep_fields(
+    checkpoint: CheckpointRef, source: dict[str, Any], tree: dict[str, Any]
+) -> dict[str, Any]:
+    """Add the fields of the source that do not change what the model computes.
+
+    Args:
+        checkpoint: the model.
+        source: the ``config.json`` that was imported.
+        tree: the ``config.json`` of the checkpoint.
+    """
+    family, mapping = checkpoint.family, get_hf_mapping(checkpoint.family)
+    ignored = (IGNORED_FIELDS | mapping.ignored_fields) - {"dtype", "torch_dtype"}
+    ignored -= {"transformers_version"}
+    tree = {name: value for name, value in source.items() if name in ignored} | tree
+    for name in mapping.all_fields:
+        changed = tree | {name: source.get(name)}
+        is_other = changed[name] not in (None, tree[name])
+        if is_other and from_hf_config(family, changed) == (simplify(checkpoint.config), []):
+            tree = changed  # a field without effect, such as the width of layers that do not exist
+    return tree
+
+
+def _special_tokens(checkpoint: CheckpointRef, source: dict[str, Any]) -> _SpecialTokens:
     """Return the tokens that start and end a text, in transformers' format."""
     path = checkpoint.run_dir / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -194,13 +240,13 @@ def _special_tokens(checkpoint: CheckpointRef, errors: ConfigErrors) -> _Special
     eos: Any = end_tokens if len(end_tokens) > 1 else end_tokens[0]
     ids = {"eos_token_id": eos}
     names = {"eos_token": tokenizer.id_to_token(tokens.separator)}
-    if (checkpoint.run_dir / SOURCE_DIR).is_dir():
-        path = checkpoint.run_dir / SOURCE_DIR / "config.json"
-        source_config = read_json_object(path, errors) or {}
-        if source_config.get("eos_token_id") is None:
-            source_config.pop("eos_token_id", None)
+    if source:
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids |= {key: source_config[key] for key in keys if key in source_config}
+        ids |= {
+            key: source[key]
+            for key in keys
+            if key in source and not (key == "eos_token_id" and source[key] is None)
+        }
         return _SpecialTokens(ids, names, data)
     starts = tokens.starts_documents
     if starts or (starts is None and checkpoint.job.data.is_text):

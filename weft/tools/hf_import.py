@@ -7,6 +7,8 @@ safetensors are read, and no code of a model is run.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import weft
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.safetensors import NAMES
 from weft.checkpoint.shard_files import Contents, read_file_contents
-from weft.checkpoint.storage import CorruptData
+from weft.checkpoint.storage import CorruptData, is_remote
 from weft.checkpoint.weight_files import (
     INDEX,
     SINGLE,
@@ -25,7 +27,7 @@ from weft.checkpoint.weight_files import (
     publish_directory,
     write_weights_checkpoint,
 )
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import replace_bytes, replace_text
 from weft.config.schema import Job, ModelSection, replace, to_toml
 from weft.data.document_tokens import find_document_tokens
@@ -59,6 +61,7 @@ PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 MAX_PROBLEMS = 5
+STORE_REMEDY = "check the URL, and credentials, region and endpoint in ~/.aws or AWS_* variables"
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
 
@@ -106,7 +109,8 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         InvalidConfig: with every reason why the import is impossible.
     """
     errors = ConfigErrors()
-    model = open_hf_source(source, str(source), force, errors)
+    with store_errors(source):
+        model = open_hf_source(source, str(source), force, errors)
     check_out(errors, "run_dir", run_dir, 0 if model is None else model.num_bytes)
     errors.raise_any()
     assert model is not None
@@ -117,7 +121,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         data={"tokenizer": str(run_dir / "tokenizer.json")},
         train={"seq_len": min(1024, model.section.overrides()["max_seq_len"])},
     )
-    with publish_directory(run_dir) as directory:
+    with store_errors(source), publish_directory(run_dir) as directory:
         write_imported(directory, directory / "checkpoints", model, job, report)
     summary = f"{run_dir}: {model.summary}"
     return f"{summary}\n{model.note}" if model.note else summary
@@ -170,9 +174,7 @@ def open_hf_source(
         force: accept a tokenizer that is far smaller than the model's vocabulary.
         errors: receives every reason why the import is impossible.
     """
-    if not source.is_dir():
-        rule = "is not a directory" if source.exists() else "does not exist"
-        errors.add("directory", rule, "give a model's directory", value=str(source))
+    if not _is_directory(source, errors):
         return None
     kind, config = _read_config(source / "config.json", errors)
     model = None if config is None else (FAMILIES[kind], config)
@@ -212,12 +214,46 @@ def open_hf_model(
     Returns:
         Family, configuration, and weights by weft's name; None after an error.
     """
+    if not _is_directory(source, errors):
+        return None
     kind, config = _read_config(source / "config.json", errors)
     model = None if config is None else (FAMILIES[kind], config)
     contents = _read_contents(source, model, errors)
     if model is None or errors:
         return None
     return *model, open_hf_weights(*model, contents)
+
+
+@contextmanager
+def store_errors(source: Path) -> Iterator[None]:
+    """Convert the errors of an object store's client, which are of many types.
+
+    Raises:
+        InvalidConfig: instead of these errors.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, WeftError) or not is_remote(source):
+            raise
+        rule = f"cannot be read: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise InvalidConfig([ConfigError("directory", str(source), rule, STORE_REMEDY)]) from error
+
+
+def _is_directory(source: Path, errors: ConfigErrors) -> bool:
+    """Return True if the model's directory exists; append an error otherwise."""
+    if source.is_dir():
+        return True
+    rule, remedy = "does not exist", "give a model's directory"
+    if source.exists():
+        rule = "is not a directory"
+    elif is_remote(source):
+        bucket = source.path.partition("/")[0]  # type: ignore[attr-defined]
+        has_bucket = source.fs.exists(bucket)  # type: ignore[attr-defined]
+        rule = "has no files" if has_bucket else f"is in the bucket {bucket}, which does not exist"
+        remedy = STORE_REMEDY
+    errors.add("directory", rule, remedy, value=str(source))
+    return False
 
 
 def _read_config(path: Path, errors: ConfigErrors) -> tuple[str, Any]:

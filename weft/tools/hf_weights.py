@@ -43,12 +43,14 @@ class HFTensor(NamedTuple):
         kind: whole: one tensor; rows: several, one after another; expert: one matrix of the first
             dimension; stacked: matrices of all experts; bias: the load-balance bias.
         expert: index of the expert.
+        dtype: its dtype in files of any dtype; None: that of the others.
     """
 
     shape: torch.Size
     names: tuple[str, ...]
     kind: str = "whole"
     expert: int = 0
+    dtype: torch.dtype | None = None
 
 
 def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
@@ -63,7 +65,9 @@ def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
             if mapping.expert_bias:
                 ones = (1,) * mapping.expert_bias_rows
                 shown = mapping.hf_name(layer) + mapping.expert_bias
-                tensors[shown] = HFTensor(torch.Size((*ones, *shape)), (name,), "bias")
+                tensors[shown] = HFTensor(
+                    torch.Size((*ones, *shape)), (name,), "bias", dtype=torch.float32
+                )
         elif match := EXPERT.fullmatch(name):
             if mapping.stacked is None:
                 for e in range(shape[0]):
@@ -78,7 +82,9 @@ def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
             shown = mapping.hf_name(f"{layer}{fused[module]}.{leaf}")
             tensors[shown] = HFTensor(torch.Size((rows, *shape[1:])), parts, "rows")
         else:
-            tensors[mapping.hf_name(name)] = HFTensor(shape, (name,))
+            is_float32 = module == "mlp.router" and mapping.has_float32_router
+            dtype = torch.float32 if is_float32 else None
+            tensors[mapping.hf_name(name)] = HFTensor(shape, (name,), dtype=dtype)
     return tensors
 
 
@@ -255,7 +261,7 @@ def to_hf_weights(family: Family, config: Any, weights: Mapping[str, Weight]) ->
     """Return the weights of a checkpoint as those of a Hugging Face directory."""
     mapping = get_hf_mapping(family)
     return {
-        hf_name: Weight(tensor.shape, _writer(tensor, mapping, weights))
+        hf_name: Weight(tensor.shape, _writer(tensor, mapping, weights), tensor.dtype)
         for hf_name, tensor in list_hf_tensors(family, config).items()
     }
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigErrors
 from weft.plan.model_config import locate_model
-from weft.tools.hf_import import open_hf_model
+from weft.tools.hf_import import open_hf_model, store_errors
 from weft.tools.inference_model import find_checkpoint, load_unsharded
 
 
@@ -17,7 +18,8 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
     """Load a model in this process.
 
     Args:
-        path: a run or checkpoint of weft, a Hugging Face directory, or org/name on the Hub.
+        path: a run or checkpoint of weft, a Hugging Face directory, which may be in an object
+            store, or org/name on the Hub.
         dtype: dtype of the parameters; None: float32.
         device: where they are allocated.
 
@@ -32,6 +34,10 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
     if local.exists() and is_weft and not (local / "config.json").is_file():
         module = load_unsharded(find_checkpoint(local), device)
         return module.to(dtype or torch.float32).eval()
+    if "://" in path and not path.startswith("hf://"):
+        remote = open_directory(path)
+        with store_errors(remote):
+            return _load_hf(remote, dtype, device)
     return _load_hf(locate_model(path, with_weights=True, key="path"), dtype, device)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from weft.models.decoder_config import DecoderConfig
 from weft.models.decoder_family import decoder_family
 from weft.models.families.llama import TOY
-from weft.models.hf_fields import HFMapping, HFRope, optional, same
+from weft.models.hf_fields import ATTENTION_BIAS, HFMapping, HFRope, optional, same
 from weft.models.hf_rope import yarn_magnitude
 
 _BASE: dict[str, Any] = {
@@ -67,6 +67,7 @@ HF_MAPPING = HFMapping(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     fields={
+        "attention_bias": ATTENTION_BIAS,
         "head_dim": None,
         "qk_rope_head_dim": same("rope_head_dim"),
         "v_head_dim": same("value_head_dim"),
@@ -84,6 +85,7 @@ HF_MAPPING = HFMapping(
         "routed_scaling_factor": same("route_scale"),
     },
     defaults={
+        "attention_bias": False,
         "max_position_embeddings": 4096,
         "num_key_value_heads": 128,
         "qk_nope_head_dim": 128,
@@ -104,7 +106,6 @@ HF_MAPPING = HFMapping(
     },
     constants={"score": "sigmoid"},
     fixed_fields={
-        "attention_bias": False,
         "attention_dropout": 0.0,
         "rms_norm_eps": 1e-6,  # the norms of latent vectors have this one in any model
         **{"moe_layer_freq": 1, "ep_size": 1},  # of the authors' code, as the next two

@@ -61,5 +61,6 @@ HF_MAPPING = HFMapping(
     names={"mlp.router": "mlp.gate"},
     expert_bias="mlp.moe_statics.e_score_correction_bias",
     expert_bias_rows=1,
+    has_float32_router=True,
 )
 FAMILY = decoder_family(PRESETS, HF_MAPPING)
