@@ -55,7 +55,7 @@ class Draw:
         if kind in ("llama3", "yarn", "longrope"):
             tree["original_max_position_embeddings"] = self.pick(8, 12)
         if kind == "llama3":
-            tree |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            tree |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0 if self.layers > 2 else 1.0}
         if kind == "yarn":
             tree |= self.pick({}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.3})
             tree |= self.pick({}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": 1.2})

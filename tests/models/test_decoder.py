@@ -404,7 +404,7 @@ def test_every_bad_override_is_reported_at_once() -> None:
     assert text["model.num_kv_heads"] == (
         "model.num_kv_heads=3 does not divide model.num_heads=8. Use 1, 2, 4 or 8."
     )
-    assert "greater than model.rope_low_freq_factor=1" in text["model.rope_high_freq_factor"]
+    assert "is less than model.rope_low_freq_factor=1" in text["model.rope_high_freq_factor"]
     assert "whole number" in text["model.vocab_size"]
 
 

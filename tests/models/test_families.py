@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.family_draws import DRAWS, draw_config
+from tests.models.published import CONFIGS, COUNTS, ROUNDED
 from tests.parallel.test_layouts import MODEL, check
 from weft.checkpoint.manifest import CheckpointError, read_manifest
 from weft.checkpoint.shard_files import read_file_contents
@@ -25,10 +26,11 @@ from weft.checkpoint.weight_files import Weight
 from weft.config.errors import InvalidConfig
 from weft.config.schema import RunSection
 from weft.models import FAMILIES
-from weft.models.decoder_costs import num_matmul_params
+from weft.models.decoder_costs import num_active_params, num_matmul_params
 from weft.models.hf_fields import DEFAULTS
 from weft.models.hf_mapping import (
     check_hf_config,
+    detect_family,
     from_hf_config,
     get_hf_mapping,
     simplify,
@@ -437,57 +439,39 @@ def test_qk_norm_changes_the_logits() -> None:
         assert (model(tokens) - before).abs().max() > 0.1
 
 
-# Numbers of parameters of the published weights, a tied embedding counted once.
-PUBLISHED = {
-    ("qwen3", "0.6b"): 596_049_920,
-    ("qwen3", "1.7b"): 1_720_574_976,
-    ("qwen3", "4b"): 4_022_468_096,
-    ("qwen3", "8b"): 8_190_735_360,
-    ("qwen3", "14b"): 14_768_307_200,
-    ("qwen3", "32b"): 32_762_123_264,
-    ("qwen3_moe", "30b-a3b"): 30_532_122_624,
-    ("qwen3_moe", "235b-a22b"): 235_093_634_560,
-    ("qwen2", "0.5b"): 494_032_768,
-    ("qwen2", "3b"): 3_085_938_688,
-    ("qwen2", "7b"): 7_615_616_512,
-    ("mistral", "7b-v0.1"): 7_241_732_096,
-    ("mistral", "7b-v0.3"): 7_248_023_552,
-    ("mixtral", "8x7b"): 46_702_792_704,
-    ("olmo2", "1b"): 1_484_916_736,
-    ("olmo2", "7b"): 7_298_617_344,
-    ("olmoe", "1b-7b"): 6_919_161_856,
-    ("gemma2", "2b"): 2_614_341_888,
-    ("gemma2", "9b"): 9_241_705_984,
-    ("gemma2", "27b"): 27_227_128_320,
-    ("gemma3", "270m"): 268_098_176,
-    ("gemma3", "1b"): 999_885_952,
-    ("gpt_oss", "20b"): 20_914_757_184,
-    ("gpt_oss", "120b"): 116_829_156_672,
-    ("deepseek_v3", "671b"): 671_026_404_352,
-    ("phi3", "3-mini-4k"): 3_821_079_552,
-    ("phi3", "4"): 14_659_507_200,
-    ("smollm3", "3b"): 3_075_098_624,
-    ("seed_oss", "36b"): 36_151_104_512,
-}
-
-
-@pytest.mark.parametrize(("kind", "preset"), PUBLISHED)
+@pytest.mark.parametrize(("kind", "preset"), COUNTS)
 def test_parameter_counts_of_presets_equal_the_published_weights(kind: str, preset: str) -> None:
-    family, count = FAMILIES[kind], PUBLISHED[kind, preset]
+    family, count = FAMILIES[kind], COUNTS[kind, preset]
     config: Any = family.presets[preset]
     assert family.num_params(config) == count
     assert family.unit_costs is not None
     assert sum(unit.params for unit in family.unit_costs(config, 4096)) == count
 
 
-def test_parameter_counts_without_embeddings_equal_the_model_cards() -> None:
-    """The published counts are those of Qwen3's model cards, in billions."""
-    published = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
-    for preset, billions in published.items():
-        config: Any = FAMILIES["qwen3"].presets[preset]
-        table = config.vocab_size * config.dim
-        result = FAMILIES["qwen3"].num_params(config) - table * (2 - config.tied_embeddings)
-        assert result / 1e9 == pytest.approx(billions, rel=0.02)
+@pytest.mark.parametrize(("kind", "preset", "part", "published"), ROUNDED)
+def test_parameter_counts_of_presets_round_to_the_published(
+    kind: str, preset: str, part: str, published: str
+) -> None:
+    """Publishers round numbers, or cut them off."""
+    config: Any = FAMILIES[kind].presets[preset]
+    count = num_active_params(config) if part == "A" else FAMILIES[kind].num_params(config)
+    if part == "E":
+        count -= config.vocab_size * config.dim * (2 - config.tied_embeddings)
+    number, unit = published[:-1], {"B": 1e9, "M": 1e6}[published[-1]]
+    digits = len(number.partition(".")[2])
+    scaled = count / unit * 10**digits
+    assert float(number) * 10**digits in (pytest.approx(round(scaled)), pytest.approx(int(scaled)))
+
+
+@pytest.mark.parametrize(("kind", "preset"), CONFIGS)
+def test_published_config_equals_the_preset(kind: str, preset: str) -> None:
+    """The recipes can continue from the published weights."""
+    family = FAMILIES[kind]
+    tree = {"architectures": [get_hf_mapping(family).architecture], **CONFIGS[kind, preset]}
+    assert detect_family(tree, FAMILIES) == (kind, [])
+    config, errors = from_hf_config(family, tree)
+    assert not errors, [str(error) for error in errors]
+    assert config == family.presets[preset]
 
 
 @pytest.mark.parametrize("kind", KINDS)

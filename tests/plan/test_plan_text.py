@@ -124,12 +124,57 @@ def test_plan_small_recipes_have_twenty_tokens_per_parameter(
     assert plan.world_size == world_size
 
 
+# Recipes that tune a published model: family, preset, ranks.
+TUNED = {
+    "llama3-1b-finetune": ("llama", "1b", 1),
+    "llama3-3b-finetune": ("llama", "3b", 1),
+    "llama3-3b-lora": ("llama", "3b", 1),
+    "llama3-70b-lora": ("llama", "70b", 8),
+    "qwen3-0.6b-finetune": ("qwen3", "0.6b", 1),
+    "qwen3-4b-finetune": ("qwen3", "4b", 1),
+    "qwen3-4b-lora": ("qwen3", "4b", 1),
+    "qwen3-8b-finetune": ("qwen3", "8b", 8),
+    "qwen3-8b-lora": ("qwen3", "8b", 1),
+    "qwen3-14b-finetune": ("qwen3", "14b", 8),
+    "qwen3-14b-lora": ("qwen3", "14b", 1),
+    "qwen3-32b-finetune": ("qwen3", "32b", 16),
+    "qwen3-32b-lora": ("qwen3", "32b", 8),
+    "qwen3-30b-a3b-finetune": ("qwen3_moe", "30b-a3b", 16),
+    "gemma3-4b-lora": ("gemma3", "4b", 1),
+    "gemma3-12b-finetune": ("gemma3", "12b", 8),
+    "gemma3-27b-lora": ("gemma3", "27b", 8),
+    "gpt-oss-20b-finetune": ("gpt_oss", "20b", 8),
+    "gpt-oss-120b-finetune": ("gpt_oss", "120b", 64),
+}
+# And those that pre-train the shape of a published model.
+SHAPED = {
+    "qwen3-235b-a22b": ("qwen3_moe", "235b-a22b", 256),
+    "deepseek-v3-671b": ("deepseek_v3", "671b", 2048),
+    "olmo2-7b": ("olmo2", "7b", 128),
+    "olmo3-7b": ("olmo3", "7b", 128),
+}
+
+
+@pytest.mark.parametrize("recipe", TUNED | SHAPED)
+def test_plan_recipe_of_a_published_model_is_for_its_gpus(recipe: str) -> None:
+    job, plan, _ = planned(recipe)
+    section = job.model
+    assert (section.kind, section.preset, plan.world_size) == (TUNED | SHAPED)[recipe]
+    trained = plan.num_trainable_params / plan.num_params
+    assert trained < 0.01 if recipe.endswith("-lora") else trained == 1
+    assert plan.warnings == ()
+    if recipe in TUNED:  # model.path is accepted only beside a preset without other keys
+        assert not section.overrides()
+        assert job.data.format == "chat"
+
+
 def test_every_recipe_is_tested() -> None:
     rest = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
     rest |= {"moe-demo", "qwen3-30b-a3b", "stories-30m", "llama-124m", "llama-350m"}
     rest |= {"llama3-1b", "llama3-3b"}
     tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
-    assert {*PUBLISHED, *rest, *tuned, *ANY_MODEL} == set(recipe_names())
+    expected = {*PUBLISHED, *rest, *tuned, *TUNED, *SHAPED, *ANY_MODEL}
+    assert expected == set(recipe_names())
 
 
 ANY_MODEL = ("chat", "dpo", "lora", "pretrain", "qlora")

@@ -43,9 +43,9 @@ def check(config: DecoderConfig) -> ConfigErrors:
 
 def _check_rope(errors: ConfigErrors, config: DecoderConfig) -> None:
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    if config.rope_scaling == "llama3" and high <= low:
-        rule = f"must be greater than model.rope_low_freq_factor={low:g}"
-        remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
+    if config.rope_scaling == "llama3" and high < low:
+        rule = f"is less than model.rope_low_freq_factor={low:g}"
+        remedy = f"use {low:g} or more (Llama 3.1: 4, with a low factor of 1)"
         depends = ("model.rope_low_freq_factor", "model.rope_scaling")
         errors.add("model.rope_high_freq_factor", rule, remedy, depends)
     if config.rope_scaling == "longrope":

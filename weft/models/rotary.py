@@ -46,7 +46,7 @@ def rope_frequencies(
         return frequencies_J / factor
     if kind == "llama3":
         rotations_J = context * frequencies_J / (2 * math.pi)
-        span = config.rope_high_freq_factor - config.rope_low_freq_factor
+        span = max(config.rope_high_freq_factor - config.rope_low_freq_factor, 1e-12)
         smooth_J = ((rotations_J - config.rope_low_freq_factor) / span).clamp(0, 1)
         return frequencies_J * (smooth_J + (1 - smooth_J) / factor)
     if kind == "yarn":

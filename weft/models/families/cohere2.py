@@ -1,4 +1,7 @@
-"""Command R7B and Command A: parallel blocks, and positions in local layers only."""
+"""Command R7B and Command A: parallel blocks, and positions in local layers only.
+
+Sizes from ``config.json`` of c4ai-command-r7b-12-2024 and c4ai-command-a-03-2025.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,16 @@ from weft.models.families.llama import TOY
 from weft.models.hf_fields import ATTENTION_BIAS, HFLayers, HFMapping, same
 
 _CONSTANTS: dict[str, Any] = {"norm": "layer", "parallel_block": True, "rope_interleaved": True}
+_COMMAND: dict[str, Any] = _CONSTANTS | {
+    "layer_pattern": "LLLG",
+    "rope_pattern": "RRRN",
+    "sliding_window": 4096,
+    "rope_theta": 50000.0,
+    "rope_scaling": "none",
+    "logit_scale": 0.25,
+    "vocab_size": 256000,
+    "tied_embeddings": True,
+}
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(
@@ -21,6 +34,8 @@ PRESETS: dict[str, DecoderConfig] = {
         rope_theta=50000.0,
         logit_scale=0.25,
     ),
+    "command-r7b": DecoderConfig(**_COMMAND, max_seq_len=132096),
+    "command-a": DecoderConfig(**_COMMAND, num_layers=64, dim=12288, num_heads=96, ffn_dim=36864),
 }
 
 HF_MAPPING = HFMapping(

@@ -1,4 +1,7 @@
-"""Gemma 3, text models (arXiv:2503.19786): sizes from their ``config.json``."""
+"""Gemma 3, text models (arXiv:2503.19786): sizes from their ``config.json``.
+
+The vocabulary of 4b, 12b and 27b has 64 more entries, of the images that weft does not read.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,15 @@ _BASE: dict[str, Any] = _CONSTANTS | {
 }
 
 
+_LONG: dict[str, Any] = {
+    "vocab_size": 262208,
+    "max_seq_len": 131072,
+    "sliding_window": 1024,
+    "rope_scaling": "linear",
+    "rope_factor": 8.0,
+}
+
+
 def _gemma3(**sizes: Any) -> DecoderConfig:
     common = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "vocab_size": 262144}
     common |= {"max_seq_len": 32768, "tied_embeddings": True}
@@ -39,6 +51,18 @@ PRESETS: dict[str, DecoderConfig] = {
     "toy": _gemma3(**(TOY | {"layer_pattern": "LLG", "sliding_window": 256, "head_dim": 48})),
     "270m": _gemma3(num_layers=18, dim=640, ffn_dim=2048),
     "1b": _gemma3(num_layers=26, dim=1152, ffn_dim=6912),
+    "4b": _gemma3(**_LONG, num_layers=34, dim=2560, num_heads=8, num_kv_heads=4, ffn_dim=10240),
+    "12b": _gemma3(**_LONG, num_layers=48, dim=3840, num_heads=16, num_kv_heads=8, ffn_dim=15360),
+    "27b": _gemma3(
+        **_LONG,
+        num_layers=62,
+        dim=5376,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        ffn_dim=21504,
+        attention_scale=168**-0.5,
+    ),
 }
 
 HF_MAPPING = HFMapping(

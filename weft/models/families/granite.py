@@ -1,4 +1,7 @@
-"""Granite 3, dense: Llama with a factor for each kind of activation."""
+"""Granite 3, dense: Llama with a factor for each kind of activation.
+
+Sizes from ``config.json`` of granite-3.1-*-base.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,22 @@ _SCALES: dict[str, Any] = {
     "logit_scale": 1 / 8,
 }
 
-PRESETS: dict[str, DecoderConfig] = {"toy": DecoderConfig(**TOY, **_SCALES)}
+_GRANITE31: dict[str, Any] = _SCALES | {
+    "num_layers": 40,
+    "rope_scaling": "none",
+    "vocab_size": 49152,
+    "tied_embeddings": True,
+}
+
+PRESETS: dict[str, DecoderConfig] = {
+    "toy": DecoderConfig(**TOY, **_SCALES),
+    "2b": DecoderConfig(**_GRANITE31, dim=2048, ffn_dim=8192, rope_theta=5e6),
+    "8b": DecoderConfig(
+        **_GRANITE31 | {"attention_scale": 1 / 128, "logit_scale": 1 / 16},
+        ffn_dim=12800,
+        rope_theta=1e7,
+    ),
+}
 
 HF_MAPPING = HFMapping(
     name="Granite",

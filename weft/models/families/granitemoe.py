@@ -1,4 +1,4 @@
-"""Granite 3 with experts."""
+"""Granite 3 with experts: sizes from ``config.json`` of granite-3.1-1b-a400m."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ _CONSTANTS: dict[str, Any] = {"score_selected": True, "balance_rate": 0.0}
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(**TOY_EXPERTS, **_SCALES, **_CONSTANTS),
+    "1b-a400m": DecoderConfig(
+        **_CONSTANTS,
+        **_SCALES | {"logit_scale": 1 / 6},
+        num_layers=24,
+        dim=1024,
+        num_heads=16,
+        num_experts=32,
+        active_experts=8,
+        expert_dim=512,
+        rope_theta=1.5e6,
+        rope_scaling="none",
+        norm_eps=1e-6,
+        vocab_size=49155,
+        tied_embeddings=True,
+    ),
 }
 
 HF_MAPPING = HFMapping(

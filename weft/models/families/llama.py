@@ -38,7 +38,7 @@ PRESETS: dict[str, DecoderConfig] = {
     "30m": _small(num_layers=8, dim=512, num_heads=8, ffn_dim=1408, vocab_size=8192),
     "124m": _small(num_layers=12, dim=768, num_heads=12, ffn_dim=2048, vocab_size=50304),
     "350m": _small(num_layers=24, dim=1024, num_heads=16, ffn_dim=2688, vocab_size=50304),
-    # Llama 3.2 (its config.json), and Llama 3.1.
+    # Llama 3.2 and 3.1 (their config.json).  70b is also Llama 3.3.
     "1b": DecoderConfig(num_layers=16, dim=2048, **_LLAMA32),
     "3b": DecoderConfig(num_layers=28, dim=3072, num_heads=24, **_LLAMA32),
     "8b": DecoderConfig(),

@@ -1,4 +1,4 @@
-"""Llama 4, text models."""
+"""Llama 4, text models: sizes from ``config.json`` of Llama-4-*-Instruct."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ _CONSTANTS: dict[str, Any] = {
     "balance_rate": 0.0,
 }
 _TEMPERATURE: dict[str, Any] = {"temperature_interval": 8192, "temperature_scale": 0.1}
+_LLAMA4: dict[str, Any] = (
+    _CONSTANTS
+    | _TEMPERATURE
+    | {
+        "num_layers": 48,
+        "dim": 5120,
+        "num_heads": 40,
+        "active_experts": 1,
+        "expert_dim": 8192,
+        "layer_pattern": "LLLG",
+        "rope_pattern": "RRRN",
+        "attention_chunk": 8192,
+        "vocab_size": 202048,
+    }
+)
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(
@@ -39,6 +54,22 @@ PRESETS: dict[str, DecoderConfig] = {
         active_experts=1,
         expert_dim=128,
         expert_interval=2,
+    ),
+    "scout": DecoderConfig(
+        **_LLAMA4,
+        qk_norm="unit",
+        num_experts=16,
+        rope_factor=16.0,
+        rope_high_freq_factor=1.0,
+        max_seq_len=10485760,
+    ),
+    "maverick": DecoderConfig(
+        **_LLAMA4,
+        ffn_dim=16384,
+        num_experts=128,
+        expert_interval=2,
+        rope_scaling="none",
+        max_seq_len=1048576,
     ),
 }
 

@@ -1,4 +1,7 @@
-"""Mistral, dense (arXiv:2310.06825): sizes from ``config.json`` of Mistral-7B."""
+"""Mistral, dense (arXiv:2310.06825).
+
+Sizes from ``config.json`` of Mistral-7B, Mistral-Nemo-Base-2407 and Mistral-Small-3.1-24B.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,13 @@ from weft.models.families.llama import TOY
 from weft.models.hf_fields import HFLayers, HFMapping
 
 _BASE: dict[str, Any] = {"rope_theta": 1e6, "rope_scaling": "none", "max_seq_len": 32768}
+_LARGE: dict[str, Any] = _BASE | {
+    "num_layers": 40,
+    "dim": 5120,
+    "head_dim": 128,
+    "vocab_size": 131072,
+    "max_seq_len": 131072,
+}
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(**(_BASE | TOY | {"tied_embeddings": False}), head_dim=48),
@@ -20,6 +30,8 @@ PRESETS: dict[str, DecoderConfig] = {
         sliding_window=4096,
     ),
     "7b-v0.3": DecoderConfig(**_BASE, vocab_size=32768),
+    "nemo-12b": DecoderConfig(**_LARGE | {"max_seq_len": 128000}, ffn_dim=14336),
+    "small-24b": DecoderConfig(**_LARGE | {"rope_theta": 1e9}, ffn_dim=32768),
 }
 
 HF_MAPPING = HFMapping(

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): sizes from ``config.json`` of Mixtral-8x7B-v0.1."""
+"""Mixtral (arXiv:2401.04088): sizes from ``config.json`` of Mixtral-8x*-v0.1."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ _BASE: dict[str, Any] = {
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(**(_BASE | TOY_EXPERTS)),
     "8x7b": DecoderConfig(**_BASE, expert_dim=14336, vocab_size=32000, max_seq_len=32768),
+    "8x22b": DecoderConfig(
+        **_BASE,
+        num_layers=56,
+        dim=6144,
+        num_heads=48,
+        expert_dim=16384,
+        vocab_size=32768,
+        max_seq_len=65536,
+    ),
 }
 
 HF_MAPPING = HFMapping(

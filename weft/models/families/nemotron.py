@@ -1,4 +1,4 @@
-"""Nemotron-4 and Minitron (arXiv:2407.14679): sizes of Minitron-4B."""
+"""Nemotron-4 (arXiv:2402.16819, arXiv:2406.11704) and Minitron (arXiv:2407.14679)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ _BASE: dict[str, Any] = _CONSTANTS | {
     "rope_scaling": "none",
     "rope_fraction": 0.5,
 }
+_NEMOTRON: dict[str, Any] = _BASE | {"vocab_size": 256000, "max_seq_len": 4096}
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(**(_BASE | TOY | {"tied_embeddings": False}), head_dim=48),
-    "minitron-4b": DecoderConfig(
-        **_BASE,
-        dim=3072,
-        num_heads=24,
-        ffn_dim=9216,
-        vocab_size=256000,
-        max_seq_len=4096,
-    ),
+    # Sizes of NeMo (nemo/collections/llm/gpt/model/nemotron.py).
+    "minitron-4b": DecoderConfig(**_NEMOTRON, dim=3072, num_heads=24, ffn_dim=9216),
+    "15b": DecoderConfig(**_NEMOTRON, dim=6144, num_heads=48, ffn_dim=24576),
+    "340b": DecoderConfig(**_NEMOTRON, num_layers=96, dim=18432, num_heads=96, ffn_dim=73728),
 }
 
 HF_MAPPING = HFMapping(

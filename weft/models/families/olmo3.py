@@ -1,4 +1,8 @@
-"""OLMo 3: OLMo 2 with windows in three of four layers."""
+"""OLMo 3: OLMo 2 with windows in three of four layers; sizes from ``config.json`` of Olmo-3-*.
+
+The presets have the context of the published models, which the last stage of pre-training extends
+from 8,192 tokens by YaRN.  Before it, ``rope_scaling`` is none.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from weft.models.decoder_config import DecoderConfig
 from weft.models.decoder_family import decoder_family
 from weft.models.families.llama import TOY
 from weft.models.hf_fields import ATTENTION_BIAS, HFLayers, HFMapping, HFRope
+from weft.models.hf_rope import yarn_magnitude
 
 _BASE: dict[str, Any] = {
     "norm_position": "post",
@@ -15,9 +20,20 @@ _BASE: dict[str, Any] = {
     "rope_scaling": "none",
     "norm_eps": 1e-6,
 }
+_OLMO3: dict[str, Any] = _BASE | {
+    "vocab_size": 100278,
+    "max_seq_len": 65536,
+    "layer_pattern": "LLLG",
+    "sliding_window": 4096,
+    "rope_local_theta": 500000.0,
+    "rope_scaling": "yarn",
+    "rope_magnitude": yarn_magnitude(8.0),
+}
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(**(_BASE | TOY), layer_pattern="LLG", sliding_window=256),
+    "7b": DecoderConfig(**_OLMO3, num_kv_heads=32, ffn_dim=11008),
+    "32b": DecoderConfig(**_OLMO3, num_layers=64, dim=5120, num_heads=40, ffn_dim=27648),
 }
 
 HF_MAPPING = HFMapping(
