@@ -1335,7 +1335,7 @@ def check_hierarchical_gather() -> None:
 @check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Check the merged counts, means and RMS of two ranks."""
-    from weft.monitor.layer_stats import read_statistics
+    from weft.monitor.layer_comparison import read_statistics
     from weft.train.setup import open_layer_stats
 
     directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]

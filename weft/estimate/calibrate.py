@@ -31,7 +31,7 @@ from weft.estimate.cost import Hardware, Step, build_hardware, step_seconds
 from weft.estimate.forecast import price_traces
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import build_step
-from weft.monitor.jsonl import is_number, read_records
+from weft.monitor.jsonl_reader import is_number, read_records
 from weft.monitor.run_reader import WARMUP_RECORDS, run_dir_error
 from weft.plan.devices import (
     BUILTIN_CLUSTERS,

@@ -17,14 +17,13 @@ from typing import IO, Any, NamedTuple
 
 from pydantic_core import from_json
 
-from weft.config.files import append_bytes, open_regular, reading
+from weft.config.files import append_bytes, open_regular
 from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 16  # read at a time from the end
-CHUNK_BYTES = 1 << 22  # read at a time from the beginning
+CHUNK_BYTES = 1 << 22  # copied at a time
 MAX_STEP = 2**53
-MAX_NUMBER = 1e100  # a larger number is damage, and sums of it would overflow
 
 Record = dict[str, Any]
 
@@ -45,60 +44,24 @@ class Tail(NamedTuple):
     anomalies: list[Record]  # of later steps, in order
 
 
-def parse_records(lines: Sequence[bytes]) -> list[Record]:
-    """Return the records in lines, without damaged ones.
+def parse_record(line: bytes) -> Record | None:
+    """Return the record in a line; None: the line is damaged.
 
     A line that exceeds the parser's limit of nesting is damaged.
     """
     try:
-        values = from_json(b"[" + b",".join(lines) + b"]")
-        if len(values) != len(lines):  # a line may have the end of one value and another one
-            raise ValueError
-    except ValueError:  # a line is damaged; that is rare
-        values = [value for line in lines for value in _parse_value(line)]
-    return [value for value in values if _is_record(value)]
-
-
-def _parse_value(line: bytes) -> list[Any]:
-    try:
-        return [from_json(line)]
+        value = from_json(line)
     except ValueError:
-        return []
+        return None
+    return value if is_record(value) else None
 
 
-def _is_record(value: object) -> bool:
+def is_record(value: object) -> bool:
+    """Return True for an object with a step."""
     if not isinstance(value, dict):
         return False
     step = value.get("step")
     return type(step) is int and 0 <= step <= MAX_STEP
-
-
-def read_lines(file: IO[bytes]) -> Iterator[tuple[list[bytes], int, int]]:
-    """Read complete lines from the position of a file, some thousand at a time.
-
-    Yields:
-        Lines; the number of others, which are too long; the position of the next line.
-    """
-    end, rest, skipping = file.tell(), b"", False
-    while block := file.read(CHUNK_BYTES):
-        data = rest + block
-        cut = data.rfind(b"\n") + 1
-        lines, rest = data[: cut - 1].split(b"\n") if cut else [], data[cut:]
-        num_long = 0
-        if lines and skipping:
-            del lines[0]
-            num_long, skipping = 1, False
-        short = [line for line in lines if len(line) <= MAX_LINE_BYTES]
-        num_long += len(lines) - len(short)
-        if skipping or len(rest) > MAX_LINE_BYTES:
-            end += cut
-            skipping = True
-            yield short, num_long, end
-            end += len(rest)
-            rest = b""
-        else:
-            end += cut
-            yield short, num_long, end
 
 
 def read_lines_from_end(file: IO[bytes]) -> Iterator[Line]:
@@ -112,9 +75,9 @@ def read_lines_from_end(file: IO[bytes]) -> Iterator[Line]:
         if newline >= 0 or start == 0:
             begin = start + newline + 1
             text = buffer[newline + 1 : stop]
-            records = [] if is_long or not text.endswith(b"\n") else parse_records([text])
-            too_long = is_long or len(text) > MAX_LINE_BYTES
-            yield Line(begin, end, records[0] if records and not too_long else None)
+            is_short = not is_long and len(text) <= MAX_LINE_BYTES
+            is_complete = is_short and text.endswith(b"\n")
+            yield Line(begin, end, parse_record(text) if is_complete else None)
             end, stop, is_long = begin, newline + 1, False
             continue
         if stop > MAX_LINE_BYTES:
@@ -124,45 +87,6 @@ def read_lines_from_end(file: IO[bytes]) -> Iterator[Line]:
         file.seek(start)
         buffer = file.read(size) + buffer[:stop]
         stop += size
-
-
-def read_records(path: Path) -> list[Record]:
-    """Return the records in a file, without damaged lines; none if there is no file.
-
-    Raises:
-        WeftError: if the file cannot be read.
-    """
-    if not os.path.lexists(path):
-        return []
-    with reading(path), open_regular(path) as file:
-        return [record for lines, _, _ in read_lines(file) for record in parse_records(lines)]
-
-
-def is_number(value: object) -> bool:
-    """Return True for a number in JSON, which excludes NaN and infinity."""
-    return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER  # type: ignore[operator]
-
-
-def read_values(path: Path) -> tuple[list[Any], int]:
-    """Return the JSON values in a file of lines, and how many lines are damaged.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return [], 0
-    values, count, end = list[Any](), 0, 0
-    with file:
-        for lines, num_long, end in read_lines(file):  # noqa: B007
-            values += [value for line in lines for value in _parse_value(line)]
-            count += len(lines) + num_long
-        file.seek(end)
-        last = _parse_value(file.read(MAX_LINE_BYTES))  # it may be incomplete
-        values += last
-        count += len(last)
-    return values, count - len(values)
 
 
 def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
@@ -187,7 +111,7 @@ def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
 def _later_anomalies(record: Record, step: int) -> list[Record]:
     """Return the anomalies in a record of later steps than ``step``."""
     value = record.get("anomalies")
-    anomalies = [each for each in value if _is_record(each)] if isinstance(value, list) else []
+    anomalies = [each for each in value if is_record(each)] if isinstance(value, list) else []
     return [each for each in anomalies if each["step"] > step]
 
 
