@@ -15,7 +15,8 @@ import torch
 import weft
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.safetensors import NAMES
-from weft.checkpoint.shard_files import Contents, read_file_contents
+from weft.checkpoint.safetensors_reader import read_file_contents
+from weft.checkpoint.shard_files import Contents
 from weft.checkpoint.storage import CorruptData
 from weft.checkpoint.weight_files import (
     INDEX,
