@@ -213,7 +213,7 @@ def find_due(run: Run, step: int, votes: Votes) -> Due:
 
 def sync_replicas(run: Run, state: TrainState) -> TrainState:
     """Agree on the replica groups of the next step; return their newest state."""
-    state = run.replicas.sync(state, run.built.model_parts, run.built.optimizer)
+    state = run.replicas.sync(state)
     if run.replicas.became_leader:
         run.checkpoints.acquire_lease(state.step)
     return state
@@ -252,12 +252,12 @@ def compare_weights(run: Run, step: int, due: Due) -> None:
     Data-parallel copies are compared every ``resilience.replica_check`` steps and before every
     save, replica groups only at the interval.  An interval of 0 turns both off.
     """
-    interval, model_parts = run.plan.job.resilience.replica_check, run.built.model_parts
+    interval = run.plan.job.resilience.replica_check
     is_interval = interval > 0 and is_due(step, interval, run.plan.num_steps)
     if is_interval or (interval and due.save):
-        compare_replicas(model_parts, run.built.optimizer)
+        compare_replicas(run.built.model_parts, run.built.optimizer)
     if is_interval:
-        run.replicas.compare(model_parts, run.built.optimizer)
+        run.replicas.compare()
 
 
 def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due: Due) -> None:

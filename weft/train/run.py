@@ -104,7 +104,7 @@ def open_run(
         if built.train_step.objective.needs_references:
             mixtures = with_references(built, dataset, mixtures, state.step, log)
 
-        replicas = join_replica_groups(plan, dataset, rank, log)
+        replicas = join_replica_groups(built, dataset, rank, log)
         stack.enter_context(closing(replicas))
         checkpoints = CheckpointManager(
             home,
