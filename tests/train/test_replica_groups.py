@@ -330,7 +330,7 @@ def test_replica_groups_another_job_is_refused(
     arguments = (1, str(tmp_path / "g"), job, [("optim.lr", "0.1")], str(store_path))
     first, second = run_ranks(train_group, 2, *arguments)
     assert first == "trained"
-    assert second.startswith("the replica groups there train another job, text or layout")
+    assert second.startswith("the other replica groups train another job, text or layout")
 
 
 # ------------------------------------------------------------------ mistakes
