@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from pydantic_core import from_json
 
 from weft.config.files import append_bytes, open_regular
-from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
+from weft.monitor.log_buffer import LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 16  # read at a time from the end
@@ -223,9 +223,7 @@ class JsonlFile:
     def __init__(self, path: Path, step: int, warn: Callable[[str], object] = print) -> None:
         self._path, self._step, self._warn = path, step, warn
         self._has_dropped = False
-        self._buffer = LogBuffer[bytes](
-            str(path), self._write, warn, size=len, limit=MAX_WAITING_BYTES
-        )
+        self._buffer = LogBuffer.for_file(path, warn, self._write)
         with suppress(OSError):  # the first record tries again, and reports it
             self._drop_later()
 
