@@ -46,7 +46,8 @@ from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.config.errors import WeftError, lookup
-from weft.config.schema import DataSection, Job, LoraSection, to_toml
+from weft.config.schema import DataSection, Job, LoraSection
+from weft.config.writer import to_toml
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import (
     IGNORE_INDEX,

@@ -40,8 +40,10 @@ from weft.cluster.rank_exit import (
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
+from weft.config.formatting import display_path, format_count
 from weft.config.locks import lock_directory, unwritable_error
-from weft.config.schema import Job, to_toml
+from weft.config.schema import Job
+from weft.config.writer import to_toml
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.inspect import describe_packing
@@ -57,7 +59,7 @@ from weft.monitor.jsonl import read_tail
 from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
-from weft.monitor.terminal import display_path, format_count, format_duration, quiet_console
+from weft.monitor.terminal import format_duration, quiet_console
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages, run_title

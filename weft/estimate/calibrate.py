@@ -23,8 +23,8 @@ from typing import Literal
 import tomli_w
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.escaping import format_columns
 from weft.config.files import read_json, reading, replace_text
+from weft.config.formatting import format_columns
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.estimate.cost import Hardware, Step, build_hardware, step_seconds

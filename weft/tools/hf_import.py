@@ -28,7 +28,8 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
-from weft.config.schema import Job, ModelSection, replace, to_toml
+from weft.config.schema import Job, ModelSection, replace
+from weft.config.writer import to_toml
 from weft.data.document_tokens import find_document_tokens
 from weft.data.prepared_cache import Report
 from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size

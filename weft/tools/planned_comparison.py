@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.escaping import format_columns
 from weft.config.files import replace_bytes, write_json
+from weft.config.formatting import format_columns
 from weft.config.locks import unwritable_error
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import Forecast, forecast

@@ -25,6 +25,7 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
+from weft.config.formatting import format_count
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_conversations
@@ -34,7 +35,6 @@ from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, STORIES, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.monitor.faults import SITES
-from weft.monitor.terminal import format_count
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
 from weft.plan.model_config import HUB_NAME, REQUIRED, expand_preset
