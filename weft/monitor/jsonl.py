@@ -21,7 +21,7 @@ from weft.config.files import append_bytes, open_regular
 from weft.monitor.log_buffer import LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 16  # read at a time from the end
+BLOCK_BYTES = 1 << 12  # read at a time, to find the start of a line
 CHUNK_BYTES = 1 << 22  # copied at a time
 MAX_STEP = 2**53
 
@@ -66,27 +66,30 @@ def is_record(value: object) -> bool:
 
 def read_lines_from_end(file: IO[bytes]) -> Iterator[Line]:
     """Read the lines of a file, the last one first, in bounded memory."""
-    start = end = file.seek(0, os.SEEK_END)
-    # The buffer has the bytes from start on; those before stop are not yielded yet.
-    buffer, stop, is_long = b"", 0, False
+    end = file.seek(0, os.SEEK_END)
     while end:
-        # Skip the newline that ends this line.
-        newline = buffer.rfind(b"\n", 0, stop if is_long else max(0, stop - 1))
-        if newline >= 0 or start == 0:
-            begin = start + newline + 1
-            text = buffer[newline + 1 : stop]
-            is_short = not is_long and len(text) <= MAX_LINE_BYTES
-            is_complete = is_short and text.endswith(b"\n")
-            yield Line(begin, end, parse_record(text) if is_complete else None)
-            end, stop, is_long = begin, newline + 1, False
-            continue
-        if stop > MAX_LINE_BYTES:
-            stop, is_long = 0, True
-        size = min(start, BLOCK_BYTES)
-        start -= size
-        file.seek(start)
-        buffer = file.read(size) + buffer[:stop]
-        stop += size
+        begin, record = _find_line_start(file, end - 1), None  # without this line's own newline
+        if end - begin <= MAX_LINE_BYTES:
+            text = _read_range(file, begin, end)
+            record = parse_record(text) if text.endswith(b"\n") else None
+        yield Line(begin, end, record)
+        end = begin
+
+
+def _find_line_start(file: IO[bytes], end: int) -> int:
+    """Return the position after the last newline before ``end``."""
+    while end:
+        start = max(0, end - BLOCK_BYTES)
+        newline = _read_range(file, start, end).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _read_range(file: IO[bytes], begin: int, end: int) -> bytes:
+    file.seek(begin)
+    return file.read(end - begin)
 
 
 def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
@@ -140,7 +143,7 @@ def drop_later(path: Path, step: int) -> int:
                 break
             cut = line.begin
             if line.record is None:
-                if not (line.end == end and _is_cut_short(path, line)):
+                if not (line.end == end and _is_cut_short(file, line)):
                     damaged.append((line.begin, line.end))
             else:
                 anomalies[:0] = _later_anomalies(line.record, step)
@@ -185,13 +188,11 @@ def _amend(path: Path, line: Line, anomalies: Sequence[Record]) -> bool:
     return bool(new)
 
 
-def _is_cut_short(path: Path, line: Line) -> bool:
+def _is_cut_short(file: IO[bytes], line: Line) -> bool:
     """Return True if the last line is an incomplete record; its step will run again."""
     if line.end - line.begin > MAX_LINE_BYTES:
         return False
-    with open_regular(path) as file:
-        file.seek(line.begin)
-        text = file.read(line.end - line.begin)
+    text = _read_range(file, line.begin, line.end)
     return not text.endswith(b"\n") and text.startswith(b'{"step": '[: len(text)])
 
 
