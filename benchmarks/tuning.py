@@ -130,7 +130,7 @@ def job_of(directory: Path, steps: int) -> Any:
 
 
 def weft(directory: Path, steps: int, turn: Turn) -> None:
-    from weft.config.schema import to_toml
+    from weft.config.writer import to_toml
     from weft.data.prepare import prepare_data
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console

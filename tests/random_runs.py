@@ -13,7 +13,8 @@ import weft
 from tests.small import Overrides, small_job
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.weight_files import Weight, write_weights_checkpoint
-from weft.config.schema import replace, to_toml
+from weft.config.schema import replace
+from weft.config.writer import to_toml
 from weft.models import load_family
 from weft.models.hf_mapping import param_shapes
 from weft.plan.model_config import resolve_model

@@ -314,7 +314,7 @@ def test_train_another_job_in_a_run_dir_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from weft.config.reader import read_job
-    from weft.config.schema import to_toml
+    from weft.config.writer import to_toml
 
     job, base, _ = read_job("demo", [("train.seed", "7")])
     (tmp_path / "job.toml").write_text(to_toml(job, "demo", base))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from weft.config.reader import RECIPES, read_job, recipe_names
-from weft.config.schema import SECTIONS, Job, difference, flatten, keys, schema, steps_of, to_toml
+from weft.config.schema import SECTIONS, Job, difference, flatten, keys, steps_of
+from weft.config.writer import schema, to_toml
 
 
 def read(recipe: str, *overrides: tuple[str, str]) -> Job:

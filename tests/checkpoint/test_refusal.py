@@ -14,7 +14,7 @@ from tests.checkpoint.test_damage import save_two
 from tests.checkpoint.test_manager import save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, records, train_rank
-from weft.checkpoint.commit import abandon_damaged, list_quarantined
+from weft.checkpoint.commit import list_quarantined
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -23,6 +23,7 @@ from weft.checkpoint.manifest import (
     read_manifest,
     resumed_step,
 )
+from weft.checkpoint.rollback import abandon_damaged
 from weft.checkpoint.storage import open_directory
 from weft.train.state import resume
 

@@ -26,7 +26,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.storage import open_directory, put_if_absent
 from weft.cli.main import main
-from weft.config.schema import to_toml
+from weft.config.writer import to_toml
 from weft.train.state import resume
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")

@@ -17,11 +17,11 @@ from weft.data.loader import (
     Packing,
     Prefetcher,
     TokenChunks,
-    check_length,
     evaluation_batches,
     sample_index,
 )
 from weft.data.token_store import TokenStream
+from weft.train.job_checks import check_length
 
 SEPARATOR = 0
 PACKINGS: list[Packing] = ["windows", "documents"]
@@ -247,8 +247,8 @@ def test_documents_of_a_row_are_separate() -> None:
 
 
 def test_check_length_short_text_is_a_problem_of_seq_len() -> None:
-    assert check_length(9, 8) == []
-    [error] = check_length(8, 8)
+    assert check_length(9, 8, "the train text") == []
+    [error] = check_length(8, 8, "the train text")
     assert error.key == "train.seq_len"
     assert "8 tokens" in error.rule
     assert "at most 7" in error.remedy

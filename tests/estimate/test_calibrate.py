@@ -14,7 +14,8 @@ import pytest
 from tests.small import SMALL, Overrides
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
-from weft.config.schema import Job, to_toml
+from weft.config.schema import Job
+from weft.config.writer import to_toml
 from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast

@@ -21,7 +21,7 @@ from tests.models.family_draws import DRAWS, draw_config
 from tests.models.published import CONFIGS, COUNTS, ROUNDED
 from tests.parallel.test_layouts import MODEL, check
 from weft.checkpoint.manifest import CheckpointError, read_manifest
-from weft.checkpoint.shard_files import read_file_contents
+from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.weight_files import Weight
 from weft.config.errors import InvalidConfig
 from weft.config.schema import RunSection

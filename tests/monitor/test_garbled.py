@@ -24,7 +24,8 @@ from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
 from weft.estimate.memory_check import RunPrediction
 from weft.monitor.device_memory import read_prediction
-from weft.monitor.jsonl import JsonlFile, read_records, read_tail
+from weft.monitor.jsonl import JsonlFile, read_tail
+from weft.monitor.jsonl_reader import read_records
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import SpanWriter
 from weft.monitor.step_timer import StepTimer

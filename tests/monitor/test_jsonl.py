@@ -19,10 +19,9 @@ from weft.monitor.jsonl import (
     damaged_path,
     drop_later,
     read_lines_from_end,
-    read_records,
     read_tail,
-    read_values,
 )
+from weft.monitor.jsonl_reader import read_records, read_values
 
 Records = list[dict[str, Any]]
 

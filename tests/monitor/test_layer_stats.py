@@ -16,13 +16,13 @@ from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.monitor.test_faults import fault
 from tests.small import Overrides, train_rank
+from weft.monitor.layer_comparison import read_statistics
 from weft.monitor.layer_stats import (
     compute_sums,
     find_first_nonfinite,
     hook_forward,
     make_row,
     name_layers,
-    read_statistics,
     reduce_sums,
 )
 

@@ -22,7 +22,7 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.config.files import append_bytes
 from weft.data.dataset import open_dataset
 from weft.monitor.event_log import EventLog
-from weft.monitor.jsonl import read_records
+from weft.monitor.jsonl_reader import read_records
 from weft.monitor.log_buffer import LogBuffer
 from weft.monitor.run_reader import read_event_log
 from weft.monitor.span_reader import read_spans

@@ -1733,8 +1733,8 @@ FAULTS: list[Fault] = [
         "wrong divisor",
         "sources have equal shares",
         "train/metric_logger.py",
-        "return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())",
-        "return sum(losses.values()) / len(losses)",
+        "loss /= sum(shares.values())",
+        "loss = sum(losses.values()) / len(losses)",
         RECORDS,
     ),
     Fault(

@@ -46,7 +46,8 @@ from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
 from weft.config.errors import WeftError, lookup
-from weft.config.schema import DataSection, Job, LoraSection, to_toml
+from weft.config.schema import DataSection, Job, LoraSection
+from weft.config.writer import to_toml
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import (
     IGNORE_INDEX,
@@ -1352,7 +1353,7 @@ def check_hierarchical_gather() -> None:
 @check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Check the merged counts, means and RMS of two ranks."""
-    from weft.monitor.layer_stats import read_statistics
+    from weft.monitor.layer_comparison import read_statistics
     from weft.train.setup import open_layer_stats
 
     directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]

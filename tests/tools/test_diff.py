@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.small import Overrides, small_job, train_rank
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.config.schema import to_toml
+from weft.config.writer import to_toml
 from weft.tools.diff import compare_runs
 from weft.train.setup import enable_determinism
 

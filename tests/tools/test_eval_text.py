@@ -14,7 +14,8 @@ from tests.chat import CHATML, message, write_lines, write_tokenizer
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, plan_here, small_job, this_rank
-from weft.config.schema import DataSection, replace, to_toml
+from weft.config.schema import DataSection, replace
+from weft.config.writer import to_toml
 from weft.data.dataset import open_dataset
 from weft.data.prepare import prepare_data
 from weft.monitor.run_reader import RunReader

@@ -45,7 +45,8 @@ from weft.checkpoint.weight_files import (
 )
 from weft.cli.main import main
 from weft.config.errors import WeftError
-from weft.config.schema import replace, to_toml
+from weft.config.schema import replace
+from weft.config.writer import to_toml
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES

@@ -17,7 +17,8 @@ from tests.small import SMALL, records
 from tests.tools.test_forecast_charts import actions, part
 from weft.cli.main import main
 from weft.config.reader import read_job
-from weft.config.schema import replace, to_toml
+from weft.config.schema import replace
+from weft.config.writer import to_toml
 from weft.estimate.calibrate import replan_run
 from weft.estimate.forecast import forecast
 from weft.monitor.run_reader import RunReader

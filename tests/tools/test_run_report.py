@@ -20,7 +20,7 @@ from tests.monitor.test_step_record import record
 from tests.small import small_job
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.config.schema import to_toml
+from weft.config.writer import to_toml
 from weft.monitor import run_reader as history
 from weft.monitor.run_reader import RunReader, to_columns
 from weft.monitor.step_timer import StepTimes

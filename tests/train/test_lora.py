@@ -18,7 +18,7 @@ from tests.small import Overrides, losses, newest_state, read_state, small_job, 
 from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.checkpoint.weight_files import write_json
 from weft.config.errors import InvalidConfig
-from weft.config.schema import to_toml
+from weft.config.writer import to_toml
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES
 from weft.models.hf_fields import hf_name

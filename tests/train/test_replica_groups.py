@@ -109,9 +109,10 @@ def group_gradients(
     shared = ("checkpoint.dir", "unused")
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
     plan, rank = plan_here(job), this_rank()
-    _, parts, mesh, train_step, optimizer, _ = build(plan, rank)
-    groups = join_replica_groups(plan, open_dataset(Path(store)), rank, print)
-    groups.sync(TrainState(0, 0), parts, optimizer)
+    built = build(plan, rank)
+    _, parts, mesh, train_step, _, _ = built
+    groups = join_replica_groups(built, open_dataset(Path(store)), rank, print)
+    groups.sync(TrainState(0, 0))
     loader = loader_of(job, plan, store, mesh)
     loss = train_step.forward_backward(
         loader.get_microbatches(0, groups.index, groups.count), groups.sum
@@ -235,18 +236,18 @@ def compare_after_a_flip(rendezvous: str, lighthouse: str) -> list[str]:
     group = enter_group(1, rendezvous)
     job = small_job(("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused"))
     plan, rank = plan_here(job), this_rank()
-    _, parts, _, _, optimizer, _ = build(plan, rank)
-    groups = ReplicaGroups(lighthouse, "job", 20, rank, rank.device, print)
-    groups.sync(TrainState(0, 0), parts, optimizer)
+    built = build(plan, rank)
+    groups = ReplicaGroups(built, "job", 20, rank, print)
+    groups.sync(TrainState(0, 0))
     messages = []
     for _ in range(2):
         try:
-            groups.compare(parts, optimizer)
+            groups.compare()
             messages.append("equal")
         except ReplicaMismatch as error:
             messages.append(str(error))
         if group == 1:
-            weight = full_tensor(list(trainable_parameters(parts))[3][1].data)
+            weight = full_tensor(list(trainable_parameters(built.model_parts))[3][1].data)
             weight.view(torch.int32).view(-1)[17] ^= 1
     groups.close()
     return messages
@@ -266,9 +267,10 @@ def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[
     overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
     job = small_job(*overrides)
     plan, rank = plan_here(job), this_rank()
-    _, parts, _, _, optimizer, _ = build(plan, rank)
-    groups = ReplicaGroups(lighthouse, "job", 30, rank, rank.device, print)
-    at = groups.sync(TrainState(0, 0), parts, optimizer)
+    built = build(plan, rank)
+    _, parts, _, _, optimizer, _ = built
+    groups = ReplicaGroups(built, "job", 30, rank, print)
+    at = groups.sync(TrainState(0, 0))
     led = groups.is_leader
     value = torch.tensor([1.0])
     groups.sum([value])
@@ -280,11 +282,11 @@ def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[
         optimizer.step()
         at = TrainState(1, 8)
     start_time = time.monotonic()
-    at = groups.sync(at, parts, optimizer)
+    at = groups.sync(at)
     second_run = torch.tensor([1.0])
     groups.sum([second_run])
     valid = groups.committed()
-    groups.compare(parts, optimizer)
+    groups.compare()
     seconds = time.monotonic() - start_time
     groups.close()
     moved = next(iter(optimizer.state.values()))["exp_avg"]
@@ -328,7 +330,7 @@ def test_replica_groups_another_job_is_refused(
     arguments = (1, str(tmp_path / "g"), job, [("optim.lr", "0.1")], str(store_path))
     first, second = run_ranks(train_group, 2, *arguments)
     assert first == "trained"
-    assert second.startswith("the replica groups there train another job, text or layout")
+    assert second.startswith("the other replica groups train another job, text or layout")
 
 
 # ------------------------------------------------------------------ mistakes

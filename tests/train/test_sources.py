@@ -26,7 +26,7 @@ from weft.config.schema import DataSection
 from weft.data.dataset import open_dataset
 from weft.data.loader import IGNORE_INDEX, build_mixture
 from weft.data.prepare import prepare_data
-from weft.train.metric_logger import SourceLosses
+from weft.train.metric_logger import RunningMean
 from weft.train.setup import build
 from weft.train.step import validation_batches
 
@@ -60,14 +60,14 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     plan = plan_here(job)
     built = build(plan, this_rank())
     opened = open_dataset(text)
-    sources = SourceLosses(opened.shares, torch.device("cpu"))
+    sources = RunningMean(opened.shares, torch.device("cpu"))
     batches = loader_of(job, plan, text, built.mesh).get_microbatches(0)
     full = built.train_step.forward_backward(batches)
     dist.all_reduce(full)
-    [result] = sources.reduce_means(built.train_step.loss_by_source)
+    result = sources.reduce_means(built.train_step.loss_by_source)
     samples = build_mixture(opened, "validation", job.train.seq_len, job.data, job.train.seed)
     mean = built.train_step.evaluate(validation_batches(plan, samples, built.mesh))
-    [held] = sources.reduce_means(built.train_step.loss_by_source)
+    held = sources.reduce_means(built.train_step.loss_by_source)
     single = []
     for source in range(3):
         only = [

@@ -21,7 +21,6 @@ from weft.checkpoint.manifest import (
     FORMAT,
     STEP_NAME,
     CheckpointError,
-    DamagedCheckpoint,
     Lease,
     checkpoint_path,
     checkpoint_step,
@@ -32,7 +31,6 @@ from weft.checkpoint.manifest import (
     list_committed,
     list_leases,
     manifest_text,
-    read_manifest,
     run_on_rank_0,
 )
 from weft.checkpoint.shard_files import Json, StagedShard, build_contents, shard_name, write_shards
@@ -189,27 +187,6 @@ def list_quarantined(directory: Path) -> list[Path]:
     else:
         found = list(directory.glob("damaged-step-*"))
     return sorted(found, key=str)
-
-
-def abandon_damaged(directory: Path, step: int) -> None:
-    """Rename damaged checkpoints after ``step``, so that they do not count.
-
-    Only a user decides this: see `weft.cluster.start.rollback`.
-    """
-    for path in list_quarantined(directory):
-        if is_remote(path):
-            put_if_absent(
-                path.with_name(path.name.replace("damaged", "abandoned", 1)), path.read_bytes()
-            )
-            path.unlink()
-        else:
-            path.rename(path.with_name(path.name.replace("damaged", "abandoned", 1)))
-    for path in list_committed(directory):
-        try:
-            read_manifest(path)
-        except DamagedCheckpoint:
-            if checkpoint_step(path) > step:
-                quarantine(path, "abandoned")
 
 
 def quarantine(path: Path, reason: str) -> None:

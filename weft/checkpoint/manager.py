@@ -134,7 +134,6 @@ class CheckpointManager:
         async_save: bool = False,
         local_dir: str = "off",
         log: Callable[[str], None] = lambda text: None,
-        schedule: CheckpointSchedule | None = None,
     ) -> None:
         """Create the manager; every rank calls this function.
 
@@ -144,9 +143,7 @@ class CheckpointManager:
             async_save: write files while training continues.
             local_dir: directory of local checkpoints: see `weft.checkpoint.local_save`.
             log: receives warnings and errors.
-            schedule: decides when to save; None: the caller decides.
         """
-        self._schedule = schedule
         self.keep_latest, self.async_save = keep_latest, async_save
         self.lease = Lease(directory)
         self.run_dir: Path | None = None
@@ -173,48 +170,6 @@ class CheckpointManager:
         known = run_on_rank_0(lambda: read_leases(directory), failed)
         self.lease = Lease(directory, epoch, known)
         self.run_dir = local_run_dir(self._local_dir, directory)
-
-    def is_due(self, step: int) -> bool:
-        """Return True if the run saves after ``step``; the same on every rank."""
-        return self._schedule is not None and self._schedule.is_due(step)
-
-    def is_local_due(self, step: int) -> bool:
-        """Return True if the nodes save after ``step``: see `weft.checkpoint.local_save`."""
-        return self._schedule is not None and self._schedule.is_local_due(step)
-
-    def save_step(
-        self,
-        model_parts: Sequence[nn.Module],
-        optimizer: Optimizer,
-        manifest: Json,
-        *,
-        persistent: bool,
-        is_final: bool,
-        step_seconds: float,
-    ) -> None:
-        """Save a step of a run, and let the automatic interval learn from the cost.
-
-        Every rank calls this function.
-
-        Args:
-            model_parts: this rank's parts of the model.
-            optimizer: the optimizer.
-            manifest: manifest without the table of contents.
-            persistent: True: save into ``directory``; False: save a local checkpoint only.
-            is_final: the run ends with this save, which is therefore retried and waited for.
-            step_seconds: mean time of a step.
-
-        Raises:
-            CheckpointError: if the final save fails, or if another process has the lease.
-        """
-        if is_final:
-            self.save_final(model_parts, optimizer, manifest)
-        else:
-            self.save(model_parts, optimizer, manifest, persistent)
-        if persistent and self._schedule is not None:
-            self._schedule.record_save(
-                manifest["step"], self.blocking_seconds, self.write_seconds, step_seconds
-            )
 
     def save(
         self,

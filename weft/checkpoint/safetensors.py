@@ -9,7 +9,7 @@ read it.  weft streams: models can exceed memory, storage can be remote, and the
 computed while it is written, without another copy.  Tests read weft's files with the library, and
 the other way round.
 
-A file can come from an untrusted source: `read_header` validates all of the header before use.
+A file can come from an untrusted source: `parse_header` validates all of the header before use.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from weft.checkpoint.storage import CorruptData, read_range
+from weft.checkpoint.storage import CorruptData
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library
 
@@ -120,24 +119,14 @@ def lay_out_file(
 # --------------------------------------------------------------------------- reading
 
 
-def read_header(path: Path, size: int) -> dict[str, StoredTensor]:
-    """Read the header of a file of ``size`` bytes.
+def parse_header(text: bytes, size: int) -> dict[str, StoredTensor]:
+    """Parse the JSON of a header, without the length before it.
+
+    ``size`` is that of the file.
 
     Raises:
         CorruptData: unless the tensors fill the file exactly, each with the bytes it needs.
-        OSError: if the file cannot be read.
     """
-    length = int.from_bytes(read_range(path, 0, 8), "little")
-    _check(length <= size - 8, f"has {size:,} bytes, too few for its header of {length:,}")
-    _check(
-        length <= MAX_HEADER_BYTES,
-        f"has a header of {length:,} bytes, more than {MAX_HEADER_BYTES:,}",
-    )
-    return parse_header(bytes(read_range(path, 8, 8 + length)), size)
-
-
-def parse_header(text: bytes, size: int) -> dict[str, StoredTensor]:
-    """Parse the JSON of a header, without the length before it; see `read_header`."""
     length, tree = len(text), parse_json(text)
     _check(isinstance(tree.pop("__metadata__", {}), dict), "has __metadata__ that is not an object")
     tensors: list[tuple[int, int, str, StoredTensor]] = []

@@ -42,7 +42,6 @@ from weft.checkpoint.safetensors import (
     StoredTensor,
     lay_out_file,
     parse_header,
-    read_header,
     tensor_bytes,
 )
 from weft.checkpoint.storage import (
@@ -232,26 +231,6 @@ class Contents(NamedTuple):
     path: Path  # named in errors
     tensors: dict[str, TensorEntry]
     files: dict[str, StoredFile]  # by name
-
-
-def read_file_contents(path: Path) -> Contents:
-    """Return the contents of a safetensors file that need not be weft's.
-
-    Raises:
-        CorruptData: if the file is missing or invalid, or cannot be read.
-    """
-    try:
-        if not path.is_file():  # opening a FIFO would block
-            raise CorruptData("is not a regular file" if path.exists() else "does not exist")
-        file = StoredFile(path.resolve(), path.stat().st_size)  # the Hub's cache has links
-        stored = read_header(file.path, file.num_bytes)
-    except OSError as error:
-        raise CorruptData(f"cannot be read: {error.strerror}") from error
-    tensors = {}
-    for name, (dtype, shape, begin) in stored.items():
-        shard = Shard((0,) * len(shape), shape, dtype, path.name, begin)
-        tensors[name] = TensorEntry(dtype, shape, None, [shard])
-    return Contents(path, tensors, {path.name: file})
 
 
 def parse_contents(manifest: Json, path: Path, require_all_shards: bool = True) -> Contents:

@@ -15,7 +15,7 @@ def add_schema(commands: Commands) -> None:
 
 def run_schema(options: argparse.Namespace) -> None:
     """Print the JSON Schema of a recipe, for editors."""
-    from weft.config.schema import schema
+    from weft.config.writer import schema
     from weft.models import FAMILIES
 
     tree = schema()

@@ -31,10 +31,10 @@ from weft.cluster.probes import (
 )
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import replace_text, write_json
+from weft.config.locks import unwritable_error
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
 from weft.train.environment import PORT, detect_environment, reachable
-from weft.train.run_dir import unwritable_error
 
 MAX_CPU_RANKS = 4  # the same limit as that of `weft train` on a CPU
 QUICK_BYTES, FULL_BYTES = 32 << 20, 1 << 30  # bytes to write to each directory and store

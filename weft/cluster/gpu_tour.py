@@ -45,12 +45,12 @@ from weft.cluster.tour_stages import (
 )
 from weft.config.errors import WeftError
 from weft.config.files import replace_text, write_json
+from weft.config.locks import unwritable_error
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.plan.devices import GIB
 from weft.tools.experiment import failure_reason
-from weft.train.run_dir import unwritable_error
 
 TOUR_SECONDS = 20 * 60.0
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left

@@ -47,7 +47,8 @@ from weft.monitor.heartbeat import (
     process_start_ticks,
     summarize_collectives,
 )
-from weft.monitor.jsonl import is_number, read_tail
+from weft.monitor.jsonl import read_tail
+from weft.monitor.jsonl_reader import is_number
 from weft.monitor.run_reader import RunReader, read_run_job
 from weft.parallel.private import parse_collectives
 from weft.train.state import checkpoint_dir

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from weft.checkpoint.commit import abandon_damaged
 from weft.checkpoint.manifest import (
     CheckpointError,
     acquire_lease,
@@ -27,6 +26,7 @@ from weft.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
+from weft.checkpoint.rollback import abandon_damaged
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
@@ -40,7 +40,10 @@ from weft.cluster.rank_exit import (
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
-from weft.config.schema import Job, to_toml
+from weft.config.formatting import display_path, format_count
+from weft.config.locks import lock_directory, unwritable_error
+from weft.config.schema import Job
+from weft.config.writer import to_toml
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.inspect import describe_packing
@@ -56,7 +59,7 @@ from weft.monitor.jsonl import read_tail
 from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.step_timer import goodput
-from weft.monitor.terminal import display_path, format_count, format_duration, quiet_console
+from weft.monitor.terminal import format_duration, quiet_console
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages, run_title
@@ -70,7 +73,7 @@ from weft.tools.report.run_report import (
 )
 from weft.train.job_checks import check_text, describe_changes, plan_with_data
 from weft.train.machine import detect_machine
-from weft.train.run_dir import count_epochs, epoch_warnings, lock_directory, unwritable_error
+from weft.train.run_dir import count_epochs, epoch_warnings
 from weft.train.state import checkpoint_dir
 
 if TYPE_CHECKING:

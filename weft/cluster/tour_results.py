@@ -20,7 +20,7 @@ from weft.cluster.node_facts import Directory, Facts
 from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
 from weft.estimate.cost import STREAM_EFFICIENCY
-from weft.monitor.jsonl import is_number
+from weft.monitor.jsonl_reader import is_number
 from weft.monitor.profiler import LABELS
 from weft.monitor.run_reader import RunReader
 from weft.plan.devices import GIB

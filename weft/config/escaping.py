@@ -1,4 +1,4 @@
-"""Text for terminals: aligned columns, and control characters escaped.
+"""Text for terminals, with control characters escaped.
 
 weft prints paths, names of tensors, lines of data and messages of other programs.  Control
 characters in them could move the cursor, change the title of the terminal, or hide text.  So all
@@ -9,7 +9,6 @@ stdout and stderr, and the console of `weft.monitor.terminal` escapes all but it
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
 from typing import Any, TextIO, cast
 
 # C0 without tab and newline, DEL, C1, separators of lines, marks that turn the direction of text,
@@ -59,17 +58,3 @@ def escaping_stream(stream: TextIO) -> TextIO:
 def raw_stream(stream: TextIO) -> TextIO:
     """Return the stream that `escaping_stream` wrapped, for moving the cursor."""
     return stream.raw if isinstance(stream, EscapingStream) else stream
-
-
-def format_columns(
-    head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
-) -> list[str]:
-    """Format rows as columns, right-aligned except those in ``left``."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if c in left else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, *rows]
-    ]

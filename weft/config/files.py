@@ -8,7 +8,6 @@ the file survives a power failure.  Checkpoints need more: see `weft.checkpoint.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -211,23 +210,3 @@ def storage_options(url: str) -> dict[str, Any]:
         retries = {"max_attempts": MAX_ATTEMPTS, "mode": "standard"}
         options["config_kwargs"] = {"retries": retries}
     return options
-
-
-@contextmanager
-def hold_lock(file: Path, when_busy: Callable[[], None], shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a file; the system releases it if this process dies.
-
-    Args:
-        file: is created if it does not exist, with its directory.
-        when_busy: is called if another process holds the lock; unless it raises, this one waits.
-        shared: share the lock with other processes that share it.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with file.open("a+") as stream:
-        try:
-            fcntl.flock(stream, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            when_busy()
-            fcntl.flock(stream, mode)
-        yield

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.escaping import format_columns
+from weft.config.formatting import format_columns
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, Source
 from weft.data.packing import pack_split

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.config.errors import ConfigError, WeftError
+from weft.config.errors import WeftError
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
 from weft.data.packing import PackedSequences, pack_split
@@ -366,15 +366,6 @@ def _build_samples(
     sequences = pack_split(store, split, seq_len, section, seed)
     packed = PackedDocuments(stream, store.loss_mask(split), sequences, seq_len, separator)
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
-
-
-def check_length(tokens: int, seq_len: int, noun: str = "the train text") -> list[ConfigError]:
-    """Return an error if the train text is shorter than one sample."""
-    if tokens > seq_len:
-        return []
-    rule = f"needs a text of at least {seq_len + 1} tokens; {noun} has {tokens} tokens"
-    fewer = f"use at most {tokens - 1}, or " if tokens > 1 else ""
-    return [ConfigError("train.seq_len", seq_len, rule, f"{fewer}give more text")]
 
 
 # --------------------------------------------------------------------------- batches

@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import hold_lock, write_durably
+from weft.config.files import write_durably
+from weft.config.locks import hold_lock
 from weft.data.token_store import (
     DATA_REMEDY,
     FORMAT,

@@ -23,15 +23,15 @@ from typing import Literal
 import tomli_w
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.escaping import format_columns
 from weft.config.files import read_json, reading, replace_text
+from weft.config.formatting import format_columns
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.estimate.cost import Hardware, Step, build_hardware, step_seconds
 from weft.estimate.forecast import price_traces
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import build_step
-from weft.monitor.jsonl import is_number, read_records
+from weft.monitor.jsonl_reader import is_number, read_records
 from weft.monitor.run_reader import WARMUP_RECORDS, run_dir_error
 from weft.plan.devices import (
     BUILTIN_CLUSTERS,

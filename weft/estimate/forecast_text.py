@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.config.escaping import format_columns
+from weft.config.formatting import format_columns, format_count
 from weft.estimate.advice import Advice
 from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
-from weft.monitor.terminal import format_count
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import describe_plan

@@ -32,8 +32,9 @@ from typing import Any, Literal
 
 import weft
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.schema import Job, to_toml
+from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
+from weft.config.writer import to_toml
 from weft.estimate.advice import can_use_float8
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware

@@ -259,7 +259,7 @@ class AnomalyDetector:
             self._accepted[what].append(value)
         self._in_a_row = 0
 
-    def wait(self, *extra: Tensor) -> list[float]:
+    def wait(self, *extra: Tensor) -> list[list[float]]:
         """Wait for the device, and raise if a step since the last call had a NaN or Inf.
 
         Only ``on_anomaly = stop`` leaves such steps for this function.
@@ -268,16 +268,17 @@ class AnomalyDetector:
             extra: 1-D tensors on the device that the host needs, too.
 
         Returns:
-            The values of ``extra``, concatenated.
+            The values of each tensor of ``extra``.
 
         Raises:
             AnomalyError: with the step and its value.
         """
         unchecked, self._unchecked = self._unchecked, []
         tensors = [reduced for _, reduced in unchecked] + [each.double() for each in extra]
-        values = torch.cat(tensors).tolist() if tensors else []
-        for index, (step, _) in enumerate(unchecked):
-            of_step = values[len(JUDGED) * index : len(JUDGED) * (index + 1)]
+        on_host = torch.cat(tensors).cpu() if tensors else torch.empty(0)
+        parts = torch.split(on_host, [len(each) for each in tensors])
+        values = [part.tolist() for part in parts]
+        for (step, _), of_step in zip(unchecked, values, strict=False):
             for what, value in zip(JUDGED, of_step, strict=True):
                 if not math.isfinite(value):
                     raise AnomalyError(
@@ -286,7 +287,7 @@ class AnomalyDetector:
                         "lower --optim.lr, --precision.compute_dtype float32, or "
                         "--resilience.on_anomaly skip"
                     )
-        return values[len(JUDGED) * len(unchecked) :]
+        return values[len(unchecked) :]
 
 
 @dataclass(frozen=True)

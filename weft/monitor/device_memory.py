@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.config.errors import WeftError
 from weft.config.files import read_json
+from weft.parallel.dtensor import plain_tensors
 from weft.parallel.private import dump_memory_snapshot
 from weft.plan.plan import Plan
 
@@ -95,22 +95,11 @@ def write_snapshot(run_dir: Path) -> str:
 def storage_gib(tensors: Iterable[Tensor], device: torch.device) -> float:
     """Return the GiB of tensors on a device; shared storages count once."""
     sizes = {}
-    for tensor in tensors:
-        for plain in _plain(tensor):
-            if plain.device.type == device.type:
-                storage = plain.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+    for tensor in plain_tensors(tensors):
+        if tensor.device.type == device.type:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values()) / 2**30
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors in a wrapper: a DTensor's shard, 8-bit states."""
-    if not is_traceable_wrapper_subclass_type(type(tensor)):
-        yield tensor
-        return
-    wrapper: Any = tensor
-    for name in wrapper.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
 
 
 def memory_remedies(category: str, plan: Plan) -> list[str]:

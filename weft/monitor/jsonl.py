@@ -17,14 +17,13 @@ from typing import IO, Any, NamedTuple
 
 from pydantic_core import from_json
 
-from weft.config.files import append_bytes, open_regular, reading
-from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
+from weft.config.files import append_bytes, open_regular
+from weft.monitor.log_buffer import LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 16  # read at a time from the end
-CHUNK_BYTES = 1 << 22  # read at a time from the beginning
+BLOCK_BYTES = 1 << 12  # read at a time, to find the start of a line
+CHUNK_BYTES = 1 << 22  # copied at a time
 MAX_STEP = 2**53
-MAX_NUMBER = 1e100  # a larger number is damage, and sums of it would overflow
 
 Record = dict[str, Any]
 
@@ -45,124 +44,52 @@ class Tail(NamedTuple):
     anomalies: list[Record]  # of later steps, in order
 
 
-def parse_records(lines: Sequence[bytes]) -> list[Record]:
-    """Return the records in lines, without damaged ones.
+def parse_record(line: bytes) -> Record | None:
+    """Return the record in a line; None: the line is damaged.
 
     A line that exceeds the parser's limit of nesting is damaged.
     """
     try:
-        values = from_json(b"[" + b",".join(lines) + b"]")
-        if len(values) != len(lines):  # a line may have the end of one value and another one
-            raise ValueError
-    except ValueError:  # a line is damaged; that is rare
-        values = [value for line in lines for value in _parse_value(line)]
-    return [value for value in values if _is_record(value)]
-
-
-def _parse_value(line: bytes) -> list[Any]:
-    try:
-        return [from_json(line)]
+        value = from_json(line)
     except ValueError:
-        return []
+        return None
+    return value if is_record(value) else None
 
 
-def _is_record(value: object) -> bool:
+def is_record(value: object) -> bool:
+    """Return True for an object with a step."""
     if not isinstance(value, dict):
         return False
     step = value.get("step")
     return type(step) is int and 0 <= step <= MAX_STEP
 
 
-def read_lines(file: IO[bytes]) -> Iterator[tuple[list[bytes], int, int]]:
-    """Read complete lines from the position of a file, some thousand at a time.
-
-    Yields:
-        Lines; the number of others, which are too long; the position of the next line.
-    """
-    end, rest, skipping = file.tell(), b"", False
-    while block := file.read(CHUNK_BYTES):
-        data = rest + block
-        cut = data.rfind(b"\n") + 1
-        lines, rest = data[: cut - 1].split(b"\n") if cut else [], data[cut:]
-        num_long = 0
-        if lines and skipping:
-            del lines[0]
-            num_long, skipping = 1, False
-        short = [line for line in lines if len(line) <= MAX_LINE_BYTES]
-        num_long += len(lines) - len(short)
-        if skipping or len(rest) > MAX_LINE_BYTES:
-            end += cut
-            skipping = True
-            yield short, num_long, end
-            end += len(rest)
-            rest = b""
-        else:
-            end += cut
-            yield short, num_long, end
-
-
 def read_lines_from_end(file: IO[bytes]) -> Iterator[Line]:
     """Read the lines of a file, the last one first, in bounded memory."""
-    start = end = file.seek(0, os.SEEK_END)
-    # The buffer has the bytes from start on; those before stop are not yielded yet.
-    buffer, stop, is_long = b"", 0, False
+    end = file.seek(0, os.SEEK_END)
     while end:
-        # Skip the newline that ends this line.
-        newline = buffer.rfind(b"\n", 0, stop if is_long else max(0, stop - 1))
-        if newline >= 0 or start == 0:
-            begin = start + newline + 1
-            text = buffer[newline + 1 : stop]
-            records = [] if is_long or not text.endswith(b"\n") else parse_records([text])
-            too_long = is_long or len(text) > MAX_LINE_BYTES
-            yield Line(begin, end, records[0] if records and not too_long else None)
-            end, stop, is_long = begin, newline + 1, False
-            continue
-        if stop > MAX_LINE_BYTES:
-            stop, is_long = 0, True
-        size = min(start, BLOCK_BYTES)
-        start -= size
-        file.seek(start)
-        buffer = file.read(size) + buffer[:stop]
-        stop += size
+        begin, record = _find_line_start(file, end - 1), None  # without this line's own newline
+        if end - begin <= MAX_LINE_BYTES:
+            text = _read_range(file, begin, end)
+            record = parse_record(text) if text.endswith(b"\n") else None
+        yield Line(begin, end, record)
+        end = begin
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return the records in a file, without damaged lines; none if there is no file.
-
-    Raises:
-        WeftError: if the file cannot be read.
-    """
-    if not os.path.lexists(path):
-        return []
-    with reading(path), open_regular(path) as file:
-        return [record for lines, _, _ in read_lines(file) for record in parse_records(lines)]
-
-
-def is_number(value: object) -> bool:
-    """Return True for a number in JSON, which excludes NaN and infinity."""
-    return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER  # type: ignore[operator]
+def _find_line_start(file: IO[bytes], end: int) -> int:
+    """Return the position after the last newline before ``end``."""
+    while end:
+        start = max(0, end - BLOCK_BYTES)
+        newline = _read_range(file, start, end).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
-def read_values(path: Path) -> tuple[list[Any], int]:
-    """Return the JSON values in a file of lines, and how many lines are damaged.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return [], 0
-    values, count, end = list[Any](), 0, 0
-    with file:
-        for lines, num_long, end in read_lines(file):  # noqa: B007
-            values += [value for line in lines for value in _parse_value(line)]
-            count += len(lines) + num_long
-        file.seek(end)
-        last = _parse_value(file.read(MAX_LINE_BYTES))  # it may be incomplete
-        values += last
-        count += len(last)
-    return values, count - len(values)
+def _read_range(file: IO[bytes], begin: int, end: int) -> bytes:
+    file.seek(begin)
+    return file.read(end - begin)
 
 
 def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
@@ -187,7 +114,7 @@ def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
 def _later_anomalies(record: Record, step: int) -> list[Record]:
     """Return the anomalies in a record of later steps than ``step``."""
     value = record.get("anomalies")
-    anomalies = [each for each in value if _is_record(each)] if isinstance(value, list) else []
+    anomalies = [each for each in value if is_record(each)] if isinstance(value, list) else []
     return [each for each in anomalies if each["step"] > step]
 
 
@@ -216,7 +143,7 @@ def drop_later(path: Path, step: int) -> int:
                 break
             cut = line.begin
             if line.record is None:
-                if not (line.end == end and _is_cut_short(path, line)):
+                if not (line.end == end and _is_cut_short(file, line)):
                     damaged.append((line.begin, line.end))
             else:
                 anomalies[:0] = _later_anomalies(line.record, step)
@@ -261,13 +188,11 @@ def _amend(path: Path, line: Line, anomalies: Sequence[Record]) -> bool:
     return bool(new)
 
 
-def _is_cut_short(path: Path, line: Line) -> bool:
+def _is_cut_short(file: IO[bytes], line: Line) -> bool:
     """Return True if the last line is an incomplete record; its step will run again."""
     if line.end - line.begin > MAX_LINE_BYTES:
         return False
-    with open_regular(path) as file:
-        file.seek(line.begin)
-        text = file.read(line.end - line.begin)
+    text = _read_range(file, line.begin, line.end)
     return not text.endswith(b"\n") and text.startswith(b'{"step": '[: len(text)])
 
 
@@ -299,9 +224,7 @@ class JsonlFile:
     def __init__(self, path: Path, step: int, warn: Callable[[str], object] = print) -> None:
         self._path, self._step, self._warn = path, step, warn
         self._has_dropped = False
-        self._buffer = LogBuffer[bytes](
-            str(path), self._write, warn, size=len, limit=MAX_WAITING_BYTES
-        )
+        self._buffer = LogBuffer.for_file(path, warn, self._write)
         with suppress(OSError):  # the first record tries again, and reports it
             self._drop_later()
 

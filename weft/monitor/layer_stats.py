@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.config.schema import steps_of
-from weft.monitor.jsonl import JsonlFile, is_number, read_records
+from weft.monitor.jsonl import JsonlFile
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 from weft.parallel.tied_parameters import is_second_copy
 
@@ -87,18 +87,6 @@ def computation_order(row: Mapping[str, Any]) -> tuple[int, int, str]:
     """Return the key that sorts a step's rows: forward, backward, update."""
     is_gradient = row["kind"] == "gradient"
     return KINDS.index(row["kind"]), -row["order"] if is_gradient else row["order"], row["name"]
-
-
-def safe_ratio(a: float, b: float) -> float:
-    """Return ``a / b``; 0 / 0 is 0, and NaN becomes Inf."""
-    if a == 0 and math.isfinite(b):
-        return 0.0
-    return finite_or_inf(a / b) if b else math.inf
-
-
-def finite_or_inf(value: float) -> float:
-    """Return the value if it is finite, else Inf."""
-    return value if math.isfinite(value) else math.inf
 
 
 # --------------------------------------------------------------------------- gradient norms
@@ -358,17 +346,3 @@ def find_first_nonfinite(rows: Iterable[Mapping[str, Any]]) -> str:
     }
     size = f"{first['nonfinite']} of {first['count']} elements"
     return f"{places[first['kind']].format(name=first['name'])} ({size})"
-
-
-def read_statistics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the intact rows of a run's statistics.jsonl; none without the file."""
-    return [row for row in read_records(run_dir / "statistics.jsonl") if _is_row(row)]
-
-
-def _is_row(row: Mapping[str, Any]) -> bool:
-    numbers = ("order", "count", "mean", "rms", "max_abs", "nonfinite")
-    return (
-        row.get("kind") in KINDS
-        and isinstance(row.get("name"), str)
-        and all(is_number(row.get(name)) for name in numbers)
-    )

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -63,15 +64,18 @@ class LogBuffer(Generic[T]):
         self._failures, self._next = 0, 0.0  # in a row; time of the next attempt
 
     @classmethod
-    def for_file(cls, path: Path, warn: Callable[[str], object]) -> LogBuffer[bytes]:
-        """Return a buffer that appends to a file; a record consists of complete lines."""
-        return LogBuffer[bytes](
-            str(path),
-            lambda lines: append_bytes(path, lines),
-            warn,
-            size=len,
-            limit=MAX_WAITING_BYTES,
-        )
+    def for_file(
+        cls,
+        path: Path,
+        warn: Callable[[str], object],
+        write: Callable[[bytes], object] | None = None,
+    ) -> LogBuffer[bytes]:
+        """Return a buffer for a file; a record consists of complete lines.
+
+        Without ``write``, it appends to the file.
+        """
+        write = partial(append_bytes, path) if write is None else write
+        return LogBuffer[bytes](str(path), write, warn, size=len, limit=MAX_WAITING_BYTES)
 
     def write(self, record: T) -> None:
         """Write a record after the waiting ones, or keep it."""

@@ -23,9 +23,9 @@ from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import describe_cause, open_regular, read_json, read_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.monitor.jsonl import (
+from weft.monitor.jsonl import MAX_STEP
+from weft.monitor.jsonl_reader import (
     MAX_NUMBER,
-    MAX_STEP,
     is_number,
     parse_records,
     read_lines,

@@ -19,11 +19,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from weft.config.files import replace_bytes
-from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
+from weft.monitor.log_buffer import LogBuffer
 
 FILE_BYTES = 2**20
 WAITING_EVENTS = 2000  # for being written, at most
@@ -54,13 +55,8 @@ class SpanWriter:
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._phase: span | None = None
         if path is not None:
-            self._buffer = LogBuffer(
-                str(path),
-                self._write,
-                lambda text: print(text, flush=True),
-                size=len,
-                limit=MAX_WAITING_BYTES,
-            )
+            warn = partial(print, flush=True)
+            self._buffer = LogBuffer.for_file(path, warn, self._write)
         _current = self
 
     def begin_phase(self, name: str, step: int | None) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -82,22 +80,8 @@ class Terminal:
             self._progress.stop()
 
 
-def format_count(count: int) -> str:
-    """Format a count with its unit: ``2_023_488`` -> ``'2.0 M'``."""
-    for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
-        if count >= 10**power:
-            return f"{count / 10**power:.1f} {letter}"
-    return str(count)
-
-
 def format_duration(seconds: float) -> str:
     """Format seconds: ``3725`` is ``'1:02:05'``."""
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def display_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

@@ -70,25 +70,25 @@ class ExpertBalancer:
             moves_LE = moves_LE.masked_fill(skip, 0.0)
         torch._foreach_add_([router.expert_bias for router in self._routers], list(moves_LE))
 
-    def max_load_ratio(self, pp_group: dist.ProcessGroup | None) -> list[Tensor]:
+    def max_load_ratio(self, pp_group: dist.ProcessGroup | None) -> Tensor:
         """Return the maximum load over the mean load, of the most unbalanced layer.
 
         Args:
             pp_group: pipeline-parallel group; None without pipeline parallelism.
 
         Returns:
-            A float32 tensor of one element on the device, equal on all ranks of a pipeline; an
-            empty list without experts.
+            A float32 tensor of one element on the device, equal on all ranks of a pipeline; of no
+            element without experts.
         """
         if not self.has_experts:
-            return []
+            return torch.empty(0, device=self.loads_LE.device)
         max_ratio = torch.zeros((), device=self.loads_LE.device)
         if self._routers:  # a stage can be without experts
             loads_LE = self.loads_LE.float()
             max_ratio = (loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)).amax()
         if pp_group is not None:
             dist.all_reduce(max_ratio, dist.ReduceOp.MAX, pp_group)
-        return [max_ratio.view(1)]
+        return max_ratio.view(1)
 
 
 class _LoadCounter:

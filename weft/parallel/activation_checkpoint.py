@@ -18,7 +18,7 @@ The recomputation itself is torch's (`torch.utils.checkpoint`, not reentrant).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -35,7 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 from weft.config.schema import ActivationCheckpointSection
-from weft.parallel.dtensor import to_local
+from weft.parallel.dtensor import is_wrapper, plain_tensors, to_local
 from weft.parallel.private import set_activation_memory_budget
 
 # Operators by name, because some exist only on some devices or with some packages.
@@ -131,7 +131,7 @@ def _selective_contexts(
 
 def is_parameter(tensor: Tensor) -> bool:
     """Return True for a parameter, a view of one, or a float8 version of one."""
-    if _is_wrapper(tensor):
+    if is_wrapper(tensor):
         return True
     owner = tensor if tensor._base is None else tensor._base
     return owner.is_leaf and owner.requires_grad
@@ -211,13 +211,13 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name()
         key = name, self._calls[name]
         self._calls[name] += 1
-        inputs = list(_plain_tensors(tree_leaves((args, kwargs))))
+        inputs = list(plain_tensors(tree_leaves((args, kwargs))))
         input_storages = {x.untyped_storage()._cdata for x in inputs}
         if func._schema.is_mutable:
             for storage in input_storages:  # a saved tensor must not change
                 self.ops.pop(storage, None)
             return out
-        results = list(_plain_tensors(tree_leaves(out)))
+        results = list(plain_tensors(tree_leaves(out)))
         new = [x for x in results if x.untyped_storage()._cdata not in input_storages]
         if new:
             size = sum(x.nbytes for x in new)
@@ -227,21 +227,6 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work = max(work, _count_flops(name, inputs, results[0]) / FLOPS_PER_BYTE)
             self.ops[new[0].untyped_storage()._cdata] = _OpCost(key, size, work)
         return out
-
-
-def _is_wrapper(value: object) -> bool:
-    return bool(is_traceable_wrapper_subclass(value))
-
-
-def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in ``values``; for a wrapper subclass, its inner tensors."""
-    for value in values:
-        if _is_wrapper(value):
-            yield from _plain_tensors(
-                getattr(value, name) for name in value.__tensor_flatten__()[0]
-            )
-        elif isinstance(value, Tensor):
-            yield value
 
 
 def _count_flops(name: str, inputs: list[Tensor], out: Tensor) -> float:

@@ -50,8 +50,8 @@ def _forward_with_offload(
     """Run a block's forward with hooks; ``shared`` arguments are not offloaded."""
     if not torch.is_grad_enabled():
         return forward(x, *shared)
-    call = offloader.begin(index, [t for t in shared if isinstance(t, Tensor)])
-    call.excluded |= frozen_param_storages(block)
+    storages = {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
+    call = offloader.begin(index, storages | frozen_param_storages(block))
     with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
         return forward(x, *shared)
 
@@ -64,11 +64,10 @@ class _Offloader:
         self.last: _BlockForward | None = None
         self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
-    def begin(self, index: int, shared: list[Tensor]) -> _BlockForward:
-        """Begin a forward pass of a block."""
+    def begin(self, index: int, excluded: set[int]) -> _BlockForward:
+        """Begin a forward pass of a block; ``excluded`` storages are not offloaded."""
         # The call of the previous block, if it is of the same forward pass of the model.
         previous = self.last if index and self.last and self.last.index == index - 1 else None
-        excluded = {t.untyped_storage()._cdata for t in shared}
         self.last = _BlockForward(self, index, previous, excluded)
         return self.last
 

@@ -166,8 +166,11 @@ def _set_communication(
     model: nn.Module, shard_mesh: DeviceMesh, parallel: ParallelSection, node_size: int | None
 ) -> None:
     """Choose how units gather parameters and reduce gradients; a collective."""
-    hierarchical = parallel.hierarchical_gather
-    gather = build_hierarchical_gather(shard_mesh, node_size) if hierarchical else None
+    gather: HierarchicalAllGather | None = None
+    ranks = shard_mesh.size()
+    if parallel.hierarchical_gather and node_size is not None and 1 < node_size < ranks:
+        check_divides("node_size", node_size, ranks)
+        gather = HierarchicalAllGather(shard_mesh, node_size)
     for unit in _fsdp_modules(model):
         # A divide factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
@@ -316,26 +319,6 @@ def reshard(model: nn.Module) -> None:
 
 
 # --------------------------------------------------------------------------- hierarchical gathering
-
-
-def build_hierarchical_gather(
-    mesh: DeviceMesh, node_size: int | None
-) -> HierarchicalAllGather | None:
-    """Return the all-gather of a shard group that spans nodes, else None.
-
-    Collective: every rank of the world calls this, with its own shard group.
-
-    Args:
-        mesh: the shard axis.
-        node_size: consecutive ranks on one node; None: all, or a varying number.
-
-    Raises:
-        ValueError: if ``node_size`` does not divide the group.
-    """
-    if node_size is None or node_size >= mesh.size():
-        return None
-    check_divides("node_size", node_size, mesh.size())
-    return HierarchicalAllGather(mesh, node_size) if node_size > 1 else None
 
 
 class HierarchicalAllGather:

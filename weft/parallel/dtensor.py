@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weft.plan.shard_sizes import chunk_range
 
@@ -38,6 +39,20 @@ def is_quantized(tensor: Tensor) -> bool:
 def to_local(tensor: Tensor) -> Tensor:
     """Return a DTensor's local shard, sharing memory; other tensors as is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def is_wrapper(value: object) -> bool:
+    """Return True for a tensor that consists of others, such as a DTensor."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in ``values``; of a wrapper, its inner tensors."""
+    for value in values:
+        if is_wrapper(value):
+            yield from plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def num_shards(tensor: Tensor, dim: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.config.escaping import format_columns
+from weft.config.formatting import format_columns
 from weft.plan.placement import (
     AXES,
     Sizes,

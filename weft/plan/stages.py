@@ -29,7 +29,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from weft.config.errors import ConfigError, ConfigErrors
-from weft.config.escaping import format_columns
+from weft.config.formatting import format_columns
 from weft.plan.plan import Stage
 
 if TYPE_CHECKING:

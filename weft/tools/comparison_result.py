@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from weft.config.escaping import format_columns
+from weft.config.formatting import display_path, format_columns
 from weft.config.schema import difference, flatten
-from weft.monitor.terminal import display_path
 from weft.tools.report.report_charts import loss_unit
 from weft.tools.trials import (
     TrialLosses,

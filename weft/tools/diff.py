@@ -23,8 +23,9 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import only_finite, read_json
 from weft.config.schema import Job, difference
-from weft.monitor.jsonl import is_number, read_records
-from weft.monitor.layer_stats import computation_order, read_statistics, safe_ratio
+from weft.monitor.jsonl_reader import is_number, read_records
+from weft.monitor.layer_comparison import read_statistics, safe_ratio
+from weft.monitor.layer_stats import computation_order
 from weft.monitor.run_reader import read_run_job
 from weft.train.state import checkpoint_dir
 

@@ -33,6 +33,7 @@ import tomli_w
 from weft.checkpoint.manifest import list_checkpoints
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading, replace_text, write_json
+from weft.config.locks import lock_directory
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import format_duration
@@ -45,7 +46,6 @@ from weft.tools.report.comparison_page import write_page
 from weft.tools.trials import TrialResult, log_path, recipe_path, trial_dir, trial_seed
 from weft.tools.variants import Variant
 from weft.tools.verdict import import_student_t
-from weft.train.run_dir import lock_directory
 
 COMPARISON = "comparison.json"
 

@@ -17,7 +17,8 @@ import torch
 import weft
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.safetensors import NAMES
-from weft.checkpoint.shard_files import Contents, read_file_contents
+from weft.checkpoint.safetensors_reader import read_file_contents
+from weft.checkpoint.shard_files import Contents
 from weft.checkpoint.storage import CorruptData, is_remote
 from weft.checkpoint.weight_files import (
     INDEX,
@@ -29,7 +30,8 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import replace_bytes, replace_text
-from weft.config.schema import Job, ModelSection, replace, to_toml
+from weft.config.schema import Job, ModelSection, replace
+from weft.config.writer import to_toml
 from weft.data.document_tokens import find_document_tokens
 from weft.data.prepared_cache import Report
 from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size

@@ -19,7 +19,7 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.storage import is_remote
 from weft.checkpoint.weight_files import open_weights
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.config.files import hold_lock
+from weft.config.locks import hold_lock
 from weft.config.schema import replace
 from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress

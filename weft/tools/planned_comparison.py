@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.escaping import format_columns
 from weft.config.files import replace_bytes, write_json
+from weft.config.formatting import format_columns
+from weft.config.locks import unwritable_error
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import Forecast, forecast
 from weft.monitor.step_record import device_hours
@@ -32,7 +33,6 @@ from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
 from weft.tools.verify import format_layout
 from weft.train.machine import detect_machine
-from weft.train.run_dir import unwritable_error
 
 MIN_DIFFERENCE = 0.15  # |ratio - 1| from which a direction is conclusive
 DIRECTION_ACCURACY = (0.68, 0.94)  # fraction of right directions below and above MIN_DIFFERENCE

@@ -18,7 +18,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from weft.config.files import read_json, reading
-from weft.monitor.jsonl import read_records
+from weft.monitor.jsonl_reader import read_records
 from weft.monitor.step_record import device_hours
 from weft.plan.placement import AXES
 from weft.tools.variants import Variant

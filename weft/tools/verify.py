@@ -30,11 +30,11 @@ from operator import itemgetter
 from typing import Any
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.config.escaping import format_columns
 from weft.config.files import only_finite
+from weft.config.formatting import format_columns
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.monitor.layer_stats import finite_or_inf, safe_ratio
+from weft.monitor.layer_comparison import finite_or_inf, safe_ratio
 from weft.plan.plan import Plan
 from weft.tools.local_ranks import run_ranks
 from weft.tools.shrink import Case, match_float8, plan_for_recipe, plan_resume_layout, shrink

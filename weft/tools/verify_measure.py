@@ -55,7 +55,8 @@ from weft.data.loader import (
 )
 from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
-from weft.monitor.layer_stats import finite_or_inf, hook_forward, safe_ratio
+from weft.monitor.layer_comparison import finite_or_inf, safe_ratio
+from weft.monitor.layer_stats import hook_forward
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.optimizer import (
     clip_scale,

@@ -25,16 +25,16 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
+from weft.config.formatting import format_count
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
-from weft.data.loader import build_mixture, check_length
+from weft.data.loader import build_mixture
 from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, STORIES, check_path, is_user_function
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.monitor.faults import SITES
-from weft.monitor.terminal import format_count
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
 from weft.plan.model_config import HUB_NAME, REQUIRED, expand_preset
@@ -330,6 +330,15 @@ def describe_changes(run_dir: Path, job: Job) -> str:
     old, _, _ = read_job(str(run_dir / "job.toml"))
     changes = difference(expand_preset(job), expand_preset(old))
     return "".join(f"; {name} {before} -> {now}" for name, (now, before) in changes.items())
+
+
+def check_length(tokens: int, seq_len: int, noun: str) -> list[ConfigError]:
+    """Return an error if the train text is shorter than one sample."""
+    if tokens > seq_len:
+        return []
+    rule = f"needs a text of at least {seq_len + 1} tokens; {noun} has {tokens} tokens"
+    fewer = f"use at most {tokens - 1}, or " if tokens > 1 else ""
+    return [ConfigError("train.seq_len", seq_len, rule, f"{fewer}give more text")]
 
 
 def check_text(plan: Plan, text: Dataset) -> None:

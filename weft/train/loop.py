@@ -204,8 +204,8 @@ def find_due(run: Run, step: int, votes: Votes) -> Due:
     """
     is_leader = run.replicas.is_leader
     stop = votes.stop or step == run.plan.num_steps
-    save = stop or votes.retry_save or (is_leader and run.checkpoints.is_due(step))
-    save_local = is_leader and not votes.is_saving and run.checkpoints.is_local_due(step)
+    save = stop or votes.retry_save or (is_leader and run.schedule.is_due(step))
+    save_local = is_leader and not votes.is_saving and run.schedule.is_local_due(step)
     evaluate = is_due(step, run.plan.job.train.eval_interval, run.plan.num_steps)
     log = save or save_local or evaluate or run.metrics.is_due(step)
     return Due(stop, save, save_local, evaluate, log)
@@ -213,7 +213,7 @@ def find_due(run: Run, step: int, votes: Votes) -> Due:
 
 def sync_replicas(run: Run, state: TrainState) -> TrainState:
     """Agree on the replica groups of the next step; return their newest state."""
-    state = run.replicas.sync(state, run.built.model_parts, run.built.optimizer)
+    state = run.replicas.sync(state)
     if run.replicas.became_leader:
         run.checkpoints.acquire_lease(state.step)
     return state
@@ -252,12 +252,12 @@ def compare_weights(run: Run, step: int, due: Due) -> None:
     Data-parallel copies are compared every ``resilience.replica_check`` steps and before every
     save, replica groups only at the interval.  An interval of 0 turns both off.
     """
-    interval, model_parts = run.plan.job.resilience.replica_check, run.built.model_parts
+    interval = run.plan.job.resilience.replica_check
     is_interval = interval > 0 and is_due(step, interval, run.plan.num_steps)
     if is_interval or (interval and due.save):
-        compare_replicas(model_parts, run.built.optimizer)
+        compare_replicas(run.built.model_parts, run.built.optimizer)
     if is_interval:
-        run.replicas.compare(model_parts, run.built.optimizer)
+        run.replicas.compare()
 
 
 def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due: Due) -> None:
@@ -278,18 +278,18 @@ def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due
         enter_phase("log")
     if not (run.replicas.is_leader and (due.save or due.save_local)):
         return
-    run.checkpoints.save_step(
-        run.built.model_parts,
-        run.built.optimizer,
-        state.manifest(run.plan, run.dataset),
-        persistent=due.save,
-        is_final=due.stop,
-        step_seconds=step_seconds,
-    )
+    model_parts, optimizer = run.built.model_parts, run.built.optimizer
+    manifest = state.manifest(run.plan, run.dataset)
+    if due.stop:
+        run.checkpoints.save_final(model_parts, optimizer, manifest)
+    else:
+        run.checkpoints.save(model_parts, optimizer, manifest, persistent=due.save)
     run.anomalies.reset_rewinds()
     if due.save:
-        blocking = f"{run.checkpoints.blocking_seconds:.2g} s"
-        run.events.add("checkpoint", state.step, f"the save blocked training for {blocking}")
+        blocking, writing = run.checkpoints.blocking_seconds, run.checkpoints.write_seconds
+        run.schedule.record_save(state.step, blocking, writing, step_seconds)
+        text = f"the save blocked training for {blocking:.2g} s"
+        run.events.add("checkpoint", state.step, text)
 
 
 def evaluate_validation_set(run: Run) -> float:

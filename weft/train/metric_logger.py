@@ -49,9 +49,6 @@ class RunningMean:
         self._names = list(names)
         self._sums = torch.zeros(len(self._names), 2, device=device)
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def reset(self) -> None:
         """Drop what was added since the last record."""
         self._sums.zero_()
@@ -61,55 +58,30 @@ class RunningMean:
         if sums is not None:
             self._sums += sums
 
-    def take_means(self) -> list[Tensor]:
+    def take_means(self) -> Tensor:
         """Return the means of everything added since the last call; a collective."""
-        if not self._names:
-            return []
-        sums = self._sums.clone()
-        self._sums.zero_()
-        return self.reduce_means(sums)
+        means = self.reduce_means(self._sums)
+        self.reset()
+        return means
 
-    def reduce_means(self, sums: Tensor | None) -> list[Tensor]:
+    def reduce_means(self, sums: Tensor | None) -> Tensor:
         """Reduce sums and counts over all ranks, and divide them; a collective.
 
+        Args:
+            sums: (names, 2); None without names.
+
         Returns:
-            A list with one float64 tensor, (names,), NaN where the count is 0; the host has not
-            waited for it.  An empty list if ``sums`` is None.
+            Float64 (names,), NaN where the count is 0; the host has not waited for it.
         """
-        if sums is None:
-            return []
-        total = sums.double()
-        if dist.get_world_size() > 1:
+        total = (self._sums if sums is None else sums).double()
+        if self._names and dist.get_world_size() > 1:
             dist.all_reduce(total)
-        return [total[:, 0] / total[:, 1]]
+        return total[:, 0] / total[:, 1]
 
     def by_name(self, means: Sequence[float]) -> dict[str, float] | None:
         """Return the means by name without NaN; None if none is left."""
-        pairs = zip(self._names, means, strict=True) if means else ()
+        pairs = zip(self._names, means, strict=True)
         return {name: mean for name, mean in pairs if not math.isnan(mean)} or None
-
-
-class SourceLosses(RunningMean):
-    """Mean losses of the sources, in nats per token.
-
-    Args:
-        shares: share of each source in the mixture, by name; empty without a mixture.
-        device: device of the sums.
-    """
-
-    def __init__(self, shares: dict[str, float], device: torch.device) -> None:
-        super().__init__(shares, device)
-        self._shares = shares
-
-    def mean(self, losses: dict[str, float]) -> float:
-        """Return the loss of the mixture, given the losses of its sources."""
-        shares = {name: self._shares[name] for name in losses}
-        return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
-
-
-def to_list(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the values of all tensors, concatenated."""
-    return [value for tensor in tensors for value in tensor.tolist()]
 
 
 class TrainingError(WeftError):
@@ -148,7 +120,8 @@ class MetricLogger:
         if plan.job.monitor.layer_grad_norms:
             blocks = plan.family.blocks
             self._layer_grad_norms = LayerGradNorms(built.model_parts, blocks)
-        self._sources = SourceLosses(dataset.shares, rank.device)
+        self._shares = dataset.shares  # of the sources of a mixture
+        self._sources = RunningMean(self._shares, rank.device)
         self._metrics = RunningMean(built.train_step.objective.metrics, rank.device)
         self._stragglers = StragglerDetector()
         is_next_token = plan.objective == "next_token"
@@ -158,8 +131,8 @@ class MetricLogger:
         self._predicted = read_prediction(plan.run_path)
         self._new_anomalies: list[dict[str, Any]] = []  # not recorded yet
         self._recorded_anomalies: list[dict[str, Any]] = []  # of steps that may be repeated
-        self._extra: list[Tensor] = []  # of the step, for the wait of the host
-        self._num_norms = 0
+        # Maximum load of experts, and norms of layers: none, or for the wait of the host.
+        self._max_load = self._layer_norms = torch.empty(0, device=rank.device)
         self._stack = ExitStack()
         self._sinks: list[Sink] = []
 
@@ -212,13 +185,10 @@ class MetricLogger:
 
     def record_grad_norms(self, step: int, will_log: bool) -> None:
         """Measure gradients before they are clipped; a collective if the step is recorded."""
-        self._extra, self._num_norms = [], 0
         if will_log:
-            self._extra += self._train_step.balance.max_load_ratio(self._pp_group)
-        self._num_ratios = len(self._extra)
+            self._max_load = self._train_step.balance.max_load_ratio(self._pp_group)
         if will_log and self._layer_grad_norms is not None:
-            self._extra.append(self._layer_grad_norms.compute_norms())
-            self._num_norms = len(self._layer_grad_norms.names)
+            self._layer_norms = self._layer_grad_norms.compute_norms()
         self._layer_stats.record_gradients(step)
 
     def add_step(self) -> None:
@@ -253,16 +223,16 @@ class MetricLogger:
         fault_point("record")
         flush_spans()
         probe = Probe(device) if device.type == "cuda" else None
-        means = (*self._sources.take_means(), *self._metrics.take_means())
-        loss, grad_norm, *extra = detector.wait(loss_and_norm, *self._extra, *means)
+        (loss, grad_norm), max_load, layer_norms, source_means, metric_means = detector.wait(
+            loss_and_norm,
+            self._max_load,
+            self._layer_norms,
+            self._sources.take_means(),
+            self._metrics.take_means(),
+        )
         enter_phase("log")
         fault_point("tell")
-        values = iter(extra)
-        moe_max_load = next(values) if self._num_ratios else None
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
-        layer_norms = [next(values) for _ in range(self._num_norms)]
-        source_means = [next(values) for _ in range(len(self._sources))]
-        metric_means = list(values)
         times = self._timer.measure()
         record_step_seconds(times.step)
         compute_seconds = probe.seconds() if probe else times.cpu
@@ -297,7 +267,7 @@ class MetricLogger:
             predicted_memory_gib=self._predicted.get("memory_gib"),
             predicted_step_seconds=self._predicted.get("step_seconds"),
             ranks=rank_stats(table),
-            moe_max_load=moe_max_load,
+            moe_max_load=max_load[0] if max_load else None,
             layer_grad_norms=dict(zip(layer_names, layer_norms, strict=True)) or None,
             loss_by_source=self._sources.by_name(source_means),
             metrics=self._metrics.by_name(metric_means),
@@ -326,15 +296,20 @@ class MetricLogger:
         """Evaluate; return the fields of the record."""
         enter_phase("evaluate")
         fault_point("evaluate")
-        loss = check_finite(evaluate(), "validation loss")
-        losses = self._sources.by_name(
-            to_list(self._sources.reduce_means(self._train_step.loss_by_source))
-        )
+        loss = evaluate()
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the validation loss is {loss}; nothing of this step was recorded or saved. Try a "
+                "lower --optim.lr, or --precision.compute_dtype float32"
+            )
+        source_means = self._sources.reduce_means(self._train_step.loss_by_source)
+        losses = self._sources.by_name(source_means.tolist())
         if losses:  # a source may have fewer validation sequences than its share
-            loss = self._sources.mean(losses)
-        metrics = self._metrics.by_name(
-            to_list(self._metrics.reduce_means(self._train_step.metrics))
-        )
+            shares = {name: self._shares[name] for name in losses}
+            loss = sum(share * losses[name] for name, share in shares.items())
+            loss /= sum(shares.values())
+        metric_means = self._metrics.reduce_means(self._train_step.metrics)
+        metrics = self._metrics.by_name(metric_means.tolist())
         enter_phase("log")
         self._events.add("evaluation", step, f"validation loss {loss:.4f}")
         return {"eval_loss": loss, "eval_loss_by_source": losses, "eval_metrics": metrics}
@@ -343,17 +318,3 @@ class MetricLogger:
 def is_due(step: int, interval: int, last: int) -> bool:
     """Return True every ``interval`` steps (0: never), and at the last step."""
     return step == last or (interval > 0 and step % interval == 0)
-
-
-def check_finite(value: float, what: str) -> float:
-    """Return ``value``.
-
-    Raises:
-        TrainingError: if it is NaN or Inf, so that nothing more is recorded or saved.
-    """
-    if not math.isfinite(value):
-        raise TrainingError(
-            f"the {what} is {value}; nothing of this step was recorded or saved. Try a lower "
-            "--optim.lr, or --precision.compute_dtype float32"
-        )
-    return value

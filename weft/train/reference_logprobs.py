@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from weft.checkpoint.manifest import CheckpointError
+from weft.checkpoint.manifest import CheckpointError, run_on_rank_0
 from weft.config.files import write_durably
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
@@ -55,11 +55,10 @@ def with_references(
     sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
     lengths = [samples.num_pairs for samples in sources]
     # Rank 0 decides, because other ranks may not see the directory.
-    saved: list[Tensor | None] = [None]
-    if dist.get_rank() == 0 and file.exists():
-        saved[0] = torch.from_numpy(np.load(file))
-    dist.broadcast_object_list(saved, src=0)
-    references = saved[0]
+    references = run_on_rank_0(
+        lambda: torch.from_numpy(np.load(file)) if file.exists() else None,
+        f"{file}: could not be read",
+    )
     if references is None and step:
         raise CheckpointError(
             f"{file}: the log-probabilities of the initial model are missing. Restore the file, or "

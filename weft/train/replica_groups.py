@@ -40,12 +40,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from weft.checkpoint.fingerprint import ReplicaMismatch, local_fingerprint
 from weft.checkpoint.safetensors import DTYPES, NAMES
 from weft.checkpoint.state_dict import (
+    StateDict,
     allocate_optimizer_state,
     local_values,
     model_state,
@@ -57,8 +57,7 @@ from weft.data.dataset import Dataset
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.private import create_gloo_group, create_tcp_store
-from weft.plan.plan import Plan
-from weft.train.setup import Rank
+from weft.train.setup import Built, Rank
 from weft.train.state import TrainState
 
 # Keys that may differ between groups.
@@ -92,9 +91,7 @@ class SingleReplica:
         """True if this group saves."""
         return self.index == 0
 
-    def sync(
-        self, state: TrainState, model_parts: list[nn.Module], optimizer: Optimizer
-    ) -> TrainState:
+    def sync(self, state: TrainState) -> TrainState:
         """Agree on the groups of the next step and load their newest state; a collective.
 
         Parameters and optimizer state change if this group was behind.
@@ -121,7 +118,7 @@ class SingleReplica:
         self.became_leader = False
         return True
 
-    def compare(self, model_parts: list[nn.Module], optimizer: Optimizer) -> None:
+    def compare(self) -> None:
         """Check that all groups have the same state.
 
         All groups call this method after the same step.
@@ -158,26 +155,26 @@ class ReplicaGroups(SingleReplica):
     """This group among the others; every rank creates one.
 
     Args:
-        lighthouse: HOST:PORT.
+        built: the model and its optimizer.
         job: hash of everything that must be equal.
         timeout: seconds that a group waits for others inside a step.
         rank: this process.
-        device: device of the gradients.
         log: receives a message when the groups change.
     """
 
     def __init__(
         self,
-        lighthouse: str,
+        built: Built,
         job: str,
         timeout: float,
         rank: Rank,
-        device: torch.device,
         log: Callable[[str], None],
     ) -> None:
         from torchft.coordination import LighthouseClient
 
-        self._job, self._rank, self._device, self._log = job, rank.rank, device, log
+        self._built, self._job, self._rank, self._log = built, job, rank.rank, log
+        # Of the gradients.
+        self._device = torch.device("cpu") if built.plan.cpu_offload else rank.device
         self._timeout = timedelta(seconds=timeout)
         self._since, self._failures = time.time_ns(), 0
         self._is_intact, self._was_leader = True, False
@@ -186,6 +183,7 @@ class ReplicaGroups(SingleReplica):
         self._error: Exception | None = None  # of this step
         self._closed = threading.Event()
         self._id = f"{socket.gethostname()}-{os.getpid()}-{self._since}"
+        lighthouse = built.plan.job.resilience.lighthouse
         host, _, port = lighthouse.rpartition(":")
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
@@ -213,9 +211,7 @@ class ReplicaGroups(SingleReplica):
 
     # ---------------------------------------------------------------- before a step
 
-    def sync(
-        self, state: TrainState, model_parts: list[nn.Module], optimizer: Optimizer
-    ) -> TrainState:
+    def sync(self, state: TrainState) -> TrainState:
         """See `SingleReplica.sync`."""
         enter_phase("sync")
         count_before, is_synced, newest = self.count, False, state
@@ -232,7 +228,7 @@ class ReplicaGroups(SingleReplica):
             self.index, self.count, self._error = quorum.position, len(quorum.members), None
             try:
                 self._connect(quorum)
-                newest = self._exchange_state(quorum.members, state, model_parts, optimizer)
+                newest = self._exchange_state(quorum.members, state)
             except RuntimeError as error:
                 self._error = error
             is_synced = self.committed()
@@ -314,30 +310,29 @@ class ReplicaGroups(SingleReplica):
             self._pg.abort()
         self._pg = self._pg_members = None
 
-    def _exchange_state(
-        self,
-        members: list[Member],
-        state: TrainState,
-        model_parts: list[nn.Module],
-        optimizer: Optimizer,
-    ) -> TrainState:
+    def _exchange_state(self, members: list[Member], state: TrainState) -> TrainState:
         """Send the state of the members with the most steps to the others."""
         newest = [i for i, member in enumerate(members) if member.step == members[0].step]
         for number, receiver in enumerate(range(len(newest), len(members))):
             sender = newest[number % len(newest)]
             if self.index == sender:
-                self._send(receiver, state, model_parts, optimizer)
+                self._send(receiver, state)
             elif self.index == receiver:
                 self._is_intact = False  # until all ranks have all of it
-                state = self._receive(sender, state, model_parts, optimizer)
+                state = self._receive(sender, state)
         return state
 
-    def _send(
-        self, receiver: int, state: TrainState, model_parts: list[nn.Module], optimizer: Optimizer
-    ) -> None:
-        optim_state = optimizer_state(model_parts, optimizer)
+    def _state(self) -> StateDict:
+        """Return this rank's parameters, buffers and optimizer state."""
+        model_parts = self._built.model_parts
+        return model_state(model_parts) | optimizer_state(model_parts, self._built.optimizer)
+
+    def _send(self, receiver: int, state: TrainState) -> None:
+        tensors = self._state()
         shapes = {
-            name: [list(tensor.shape), NAMES[tensor.dtype]] for name, tensor in optim_state.items()
+            name: [list(tensor.shape), NAMES[tensor.dtype]]
+            for name, tensor in tensors.items()
+            if name.startswith("optim.")
         }
         header = {
             "step": state.step,
@@ -346,15 +341,12 @@ class ReplicaGroups(SingleReplica):
             "tensors": shapes,
         }
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-        tensors = model_state(model_parts) | optim_state
         sent = [torch.tensor([len(text)]), text, *(tensors[name] for name in sorted(tensors))]
         for tensor in sent:
             local = local_values(tensor).to(self._device).contiguous()
             self._pg.send([local], receiver, 0).wait()
 
-    def _receive(
-        self, sender: int, state: TrainState, model_parts: list[nn.Module], optimizer: Optimizer
-    ) -> TrainState:
+    def _receive(self, sender: int, state: TrainState) -> TrainState:
         def receive_into(tensor: Tensor) -> Tensor:
             buffer = torch.empty_like(
                 tensor, device=self._device, memory_format=torch.contiguous_format
@@ -369,8 +361,8 @@ class ReplicaGroups(SingleReplica):
             name: (torch.Size(shape), DTYPES[dtype])
             for name, (shape, dtype) in header["tensors"].items()
         }
-        allocate_optimizer_state(model_parts, optimizer, shapes)
-        tensors = model_state(model_parts) | optimizer_state(model_parts, optimizer)
+        allocate_optimizer_state(self._built.model_parts, self._built.optimizer, shapes)
+        tensors = self._state()
         for name in sorted(tensors):
             receive_into(local_values(tensors[name]))
         return TrainState(header["step"], header["samples"], header["anomaly_state"], state.base)
@@ -411,12 +403,12 @@ class ReplicaGroups(SingleReplica):
                 print(f"lost another replica group: {self._error}", flush=True)  # into the log
         return bool(succeeded)
 
-    def compare(self, model_parts: list[nn.Module], optimizer: Optimizer) -> None:
+    def compare(self) -> None:
         """See `SingleReplica.compare`."""
         if self.count == 1:
             return
-        tensors = (model_state(model_parts) | optimizer_state(model_parts, optimizer)).values()
-        mark = torch.stack([local_fingerprint(each).to(self._device) for each in tensors]).sum()
+        marks = [local_fingerprint(each).to(self._device) for each in self._state().values()]
+        mark = torch.stack(marks).sum()
         most, options = torch.stack((mark, -mark)), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         with suppress(RuntimeError):  # a group is lost; the next step detects it
@@ -430,16 +422,15 @@ class ReplicaGroups(SingleReplica):
 
 
 def join_replica_groups(
-    plan: Plan, dataset: Dataset, rank: Rank, log: Callable[[str], None]
+    built: Built, dataset: Dataset, rank: Rank, log: Callable[[str], None]
 ) -> SingleReplica:
     """Connect this run to other replica groups, if ``resilience.lighthouse`` is set."""
-    section = plan.job.resilience
+    plan, section = built.plan, built.plan.job.resilience
     if not section.has_replica_groups:
         return SingleReplica()
     same = {k: v for k, v in flatten(plan.job).items() if not k.startswith(GROUP_KEYS)}
     same |= {"text": dataset.fingerprint, "mesh": plan.axis_sizes}
     mark = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
-    device = torch.device("cpu") if plan.cpu_offload else rank.device
     limit = section.step_timeout
     timeout = TIMEOUT_SECONDS if limit == "auto" or limit == 0 else limit / 2
-    return ReplicaGroups(section.lighthouse, mark, timeout, rank, device, log)
+    return ReplicaGroups(built, mark, timeout, rank, log)

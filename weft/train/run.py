@@ -18,7 +18,7 @@ from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.dataset import Dataset
 from weft.data.loader import Loader, Mixture, Prefetcher, build_mixture
-from weft.data.token_store import SplitName
+from weft.data.token_store import SPLITS
 from weft.monitor.anomaly import AnomalyDetector
 from weft.monitor.device_memory import is_out_of_memory, out_of_memory
 from weft.monitor.event_log import EventLog
@@ -59,6 +59,7 @@ class Run:
     data: Prefetcher
     replicas: SingleReplica  # replica groups; a single one without ``resilience.lighthouse``
     checkpoints: CheckpointManager
+    schedule: CheckpointSchedule
     consensus: RankConsensus
     anomalies: AnomalyDetector
     layer_stats: LayerStats
@@ -96,15 +97,14 @@ def open_run(
         params = [param for _, param in trainable_parameters(built.model_parts)]
         home = checkpoint_dir(job.checkpoint, run_dir)
         state = resume(home, job.checkpoint.local_dir, built.model_parts, built.optimizer, log)
-        splits: tuple[SplitName, ...] = ("train", "validation")
         mixtures = {
             split: build_mixture(dataset, split, plan.seq_len, job.data, plan.seed)
-            for split in splits
+            for split in SPLITS
         }
         if built.train_step.objective.needs_references:
             mixtures = with_references(built, dataset, mixtures, state.step, log)
 
-        replicas = join_replica_groups(plan, dataset, rank, log)
+        replicas = join_replica_groups(built, dataset, rank, log)
         stack.enter_context(closing(replicas))
         checkpoints = CheckpointManager(
             home,
@@ -112,7 +112,6 @@ def open_run(
             async_save=job.checkpoint.async_save,
             local_dir=job.checkpoint.local_dir,
             log=lambda text: events.add("warning", timer.completed_step, text, warning=True),
-            schedule=CheckpointSchedule(job.checkpoint, state.step, log),
         )
         stack.enter_context(closing(checkpoints))
         loader = Loader(
@@ -150,6 +149,7 @@ def open_run(
             data=data,
             replicas=replicas,
             checkpoints=checkpoints,
+            schedule=CheckpointSchedule(job.checkpoint, state.step, log),
             consensus=RankConsensus(job.resilience.time_limit),
             anomalies=AnomalyDetector(
                 job.resilience, state.anomaly_state, layer_stats.locate_nonfinite

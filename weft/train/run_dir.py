@@ -1,4 +1,4 @@
-"""Lock of a run directory; the plan, the machine and the epochs of a run."""
+"""The plan, the machine and the epochs of a run, in its directory."""
 
 from __future__ import annotations
 
@@ -7,52 +7,18 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import weft
-from weft.config.errors import ConfigError, InvalidConfig, WeftError
-from weft.config.files import hold_lock, replace_text, write_json
+from weft.config.files import replace_text, write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
 from weft.plan.plan import DeviceType, Plan
 from weft.train.machine import detect_machine
-
-
-@contextmanager
-def lock_directory(directory: Path, in_use: ConfigError, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory that only one process may write to.
-
-    The kernel releases the lock when the process ends.
-
-    Args:
-        directory: the directory; created if it does not exist.
-        in_use: the error if another process holds the lock.
-        shared: True: share the lock with other processes that share it.
-
-    Raises:
-        InvalidConfig: if another process holds the lock.
-        WeftError: if the directory cannot be written.
-    """
-
-    def fail() -> None:
-        raise InvalidConfig([in_use])
-
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold_lock(directory / ".lock", fail, shared))
-        except OSError as error:
-            raise unwritable_error(directory, error) from error
-        yield
-
-
-def unwritable_error(directory: Path, error: OSError) -> WeftError:
-    """Return the error that a file in a directory cannot be written."""
-    return WeftError(f"{error.filename or directory}: cannot be written: {error.strerror}")
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:

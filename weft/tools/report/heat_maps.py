@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from weft.config.errors import WeftError
-from weft.monitor.jsonl import read_records
+from weft.monitor.jsonl_reader import read_records
 from weft.monitor.run_reader import Floats, RunReader
 from weft.tools.report.chart_points import heat_map
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.config.formatting import format_count
 from weft.monitor.run_reader import Floats, RunReader
-from weft.monitor.terminal import format_count, format_duration
+from weft.monitor.terminal import format_duration
 from weft.tools.report.chart_points import bin_means, bin_starts
 from weft.tools.report.page import Part, text_part
 

@@ -1,0 +1,35 @@
+"""Text for people: columns, counts and paths, in what commands print."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+
+def format_columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
+) -> list[str]:
+    """Format rows as columns, right-aligned except those in ``left``."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if c in left else cell.rjust(width)
+            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, *rows]
+    ]
+
+
+def format_count(count: int) -> str:
+    """Format a count with its unit: ``2_023_488`` -> ``'2.0 M'``."""
+    for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {letter}"
+    return str(count)
+
+
+def display_path(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
