@@ -50,8 +50,9 @@ def write_model(directory: Path, shape: dict[str, Any]) -> tuple[dict[str, Any],
     from weft.models.hf_mapping import to_hf_config
     from weft.tools.hf_weights import list_hf_tensors
 
-    fields = {"vocab_size": VOCABULARY, "max_seq_len": 1024, "rope_scaling": "none"}
-    config, family = DecoderConfig(**(fields | shape)), FAMILIES["llama"]
+    fields: dict[str, Any] = {"vocab_size": VOCABULARY, "max_seq_len": 1024}
+    fields |= {"rope_scaling": "none"} | shape
+    config, family = DecoderConfig(**fields), FAMILIES["llama"]
     directory.mkdir()
     weights = {
         name: Weight(t.shape, lambda shape=t.shape: iter([0.02 * torch.randn(shape)]))

@@ -42,7 +42,7 @@ def write_layers(mapping: HFMapping, config: DecoderConfig) -> Json:
 
 
 def _write_pattern(mapping: HFMapping, pattern: str) -> Json:
-    """Return ``sliding_window_pattern`` of a model whose last layer of each period is global."""
+    """Return ``sliding_window_pattern`` if the last layer of each period is global."""
     is_regular = len(pattern) > 1 and pattern == "L" * (len(pattern) - 1) + "G"
     if mapping.rope_layers == "hybrid":  # EXAONE 4 has a text
         return {"sliding_window_pattern": pattern if is_regular else None}
