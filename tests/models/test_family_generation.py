@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,20 @@ def save_tokenizer(directory: Path, size: int) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
+def weft_tokens(run: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Continue prompts with the most probable tokens; return prompts and continuations."""
+    checkpoint = find_checkpoint(run)
+    model = load_local_model(checkpoint, torch.device("cpu"))
+    chat_format = replace(load_chat_format(checkpoint), end_tokens=frozenset())
+    rows = [
+        GeneratedSequence("", list(ids), len(ids), torch.Generator().manual_seed(0), "")
+        for ids in prompts
+    ]
+    for _ in generate(model, chat_format, rows, Sampling(temperature=0.0, max_tokens=max_tokens)):
+        pass
+    return [row.ids for row in rows]
+
+
 def run_generation(kind: str, tmp_path: Path) -> None:
     """Continue three prompts of different lengths beyond every window of the drawn model."""
     source, run = tmp_path / "source", tmp_path / "run"
@@ -37,21 +52,13 @@ def run_generation(kind: str, tmp_path: Path) -> None:
     twin.save_pretrained(source)
     save_tokenizer(source, twin.config.vocab_size)
     import_model(source, run, lambda progress: None, force=True)
-    checkpoint = find_checkpoint(run)
-    model = load_local_model(checkpoint, torch.device("cpu"))
-    chat_format = load_chat_format(checkpoint)
-    chat_format = replace(chat_format, end_tokens=frozenset())
-
+    config: Any = find_checkpoint(run).config
     generator = torch.Generator().manual_seed(1)
-    size = checkpoint.config.vocab_size
-    prompts = [torch.randint(size, (n,), generator=generator).tolist() for n in (1, 5, 11)]
-    rows = [
-        GeneratedSequence("", list(ids), len(ids), torch.Generator().manual_seed(0), "")
-        for ids in prompts
+    lengths = (1, 5, 11)
+    prompts = [
+        torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths
     ]
-    for _ in generate(model, chat_format, rows, Sampling(temperature=0.0, max_tokens=MAX_TOKENS)):
-        pass
-    for row, ids in zip(rows, prompts, strict=True):
+    for row, ids in zip(weft_tokens(run, prompts, MAX_TOKENS), prompts, strict=True):
         expected = twin.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
@@ -59,9 +66,9 @@ def run_generation(kind: str, tmp_path: Path) -> None:
             max_new_tokens=MAX_TOKENS,
             pad_token_id=0,
             # transformers keeps keys that were rotated for shorter sequences.
-            use_cache=not checkpoint.config.depends_on_length,
+            use_cache=not config.depends_on_length,
         )
-        assert row.ids == expected[0].tolist(), kind
+        assert row == expected[0].tolist(), kind
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def write_layers(mapping: HFMapping, config: DecoderConfig) -> Json:
         is_optional = mapping.rope_layers == "hybrid" and config.has_rope(0)
         if not any(local) and "G" in layers.default and not is_optional:
             tree[hf_field] = layers.default_window  # transformers needs it, though it has no effect
+        if "G" in layers.default and len(layers.default) > 2:  # for programs without layer_types
+            tree |= _write_pattern(mapping, shortest_pattern(["GL"[value] for value in local]))
         if layers.has_types:
             tree["layer_types"] = [
                 layers.local if is_local else "full_attention" for is_local in local
@@ -37,6 +39,14 @@ def write_layers(mapping: HFMapping, config: DecoderConfig) -> Json:
         if layers.default == "max_window_layers":
             tree["max_window_layers"] = local.index(True) if any(local) else config.num_layers
     return tree
+
+
+def _write_pattern(mapping: HFMapping, pattern: str) -> Json:
+    """Return ``sliding_window_pattern`` if the last layer of each period is global."""
+    is_regular = len(pattern) > 1 and pattern == "L" * (len(pattern) - 1) + "G"
+    if mapping.rope_layers == "hybrid":  # EXAONE 4 has a text
+        return {"sliding_window_pattern": pattern if is_regular else None}
+    return {"sliding_window_pattern": len(pattern)} if is_regular else {}
 
 
 def write_expert_layers(mapping: HFMapping, config: DecoderConfig) -> Json:

@@ -286,7 +286,9 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     config_errors = [error for error in config_errors if error.value is not None]
     config: Any = None
     if not config_errors and not any(value is MISSING for _, value, *_ in found):
-        config = _reset_unused(family.config.model_validate(fields))  # type: ignore[arg-type]
+        config = family.config.model_validate(fields)
+        if "num_hidden_layers" not in invalid:
+            config = _reset_unused(config)
         config_errors = family.check(config)
     found += [*_rename_errors(mapping, config_errors, {name for name, *_ in found})]
     errors = [_make_error(mapping, *item) for item in found]

@@ -27,7 +27,7 @@ from weft.checkpoint.weight_files import (
     write_json,
     write_weight_files,
 )
-from weft.config.errors import ConfigErrors, InvalidConfig, suggest
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.data.document_tokens import (
     IMPORTED_DIR,
     json_with_start_token,
@@ -138,18 +138,7 @@ def export_checkpoint(
     if adapter:
         return export_adapter(checkpoint, out, DTYPES[dtype])
     family = checkpoint.family
-    expected = param_shapes(family, checkpoint.config)
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    if shapes != expected:
-        differing = sorted(shapes.items() ^ expected.items())[0][0]
-        raise CheckpointError(
-            f"{checkpoint.path}: does not match the model in {checkpoint.run_dir / 'job.toml'}: "
-            f"{differing} differs"
-        )
-    if name := find_dropped_bias(family, checkpoint.config, weights):
-        rule = f"changed {name}, which the model in transformers does not have"
-        errors.add("model.balance_rate", rule, "train with 0", value=checkpoint.config.balance_rate)
-        errors.raise_any()
+    _check_weights(checkpoint, weights)
     hf_weights = to_hf_weights(family, checkpoint.config, weights)
     progress = count_progress(f"exporting {checkpoint.path.name}", num_bytes, report)
     with publish_directory(out) as directory:
@@ -164,6 +153,22 @@ def export_checkpoint(
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
     return f"{out}: {size}, from {checkpoint.path}"
+
+
+def _check_weights(checkpoint: CheckpointRef, weights: dict[str, Weight]) -> None:
+    """Check that a checkpoint has the weights of its model, which transformers has, too."""
+    expected = param_shapes(checkpoint.family, checkpoint.config)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    if shapes != expected:
+        differing = sorted(shapes.items() ^ expected.items())[0][0]
+        raise CheckpointError(
+            f"{checkpoint.path}: does not match the model in {checkpoint.run_dir / 'job.toml'}: "
+            f"{differing} differs"
+        )
+    if name := find_dropped_bias(checkpoint.family, checkpoint.config, weights):
+        rule = f"changed {name}, which the model in transformers does not have"
+        rate = checkpoint.config.balance_rate
+        raise InvalidConfig([ConfigError("model.balance_rate", rate, rule, "train with 0")])
 
 
 def count_progress(message: str, num_bytes: int, report: Report) -> Callable[[int], None]:
@@ -203,7 +208,7 @@ class _SpecialTokens(NamedTuple):
 
 
 def _read_source_config(checkpoint: CheckpointRef, errors: ConfigErrors) -> dict[str, Any]:
-    """Return the ``config.json`` that was imported; empty if the model was not imported."""
+    """Return the ``config.json`` that was imported; empty without an import."""
     path = checkpoint.run_dir / SOURCE_DIR / "config.json"
     return (read_json_object(path, errors) or {}) if path.parent.is_dir() else {}
 
