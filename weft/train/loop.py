@@ -294,7 +294,8 @@ def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due
 
 def evaluate_validation_set(run: Run) -> float:
     """Return the mean validation loss; a collective."""
-    batches = validation_batches(run.plan, run.validation_set, run.built.mesh)
+    count = run.plan.job.train.eval_sequences
+    batches = validation_batches(run.plan, run.validation_set, run.built.mesh, count)
     return run.built.train_step.evaluate(batches)
 
 
