@@ -18,7 +18,7 @@ from weft.config.errors import ConfigError, InvalidConfig
 
 
 def drop_later_checkpoints(directory: Path, step: int) -> list[int]:
-    """Make the next start resume from ``step``; return the steps of dropped checkpoints.
+    """Make a run resume from ``step``; return the steps of dropped checkpoints.
 
     No file is deleted: the run continues on a new branch.
 
