@@ -66,7 +66,8 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     dist.all_reduce(full)
     result = sources.reduce_means(built.train_step.loss_by_source)
     samples = build_mixture(opened, "validation", job.train.seq_len, job.data, job.train.seed)
-    mean = built.train_step.evaluate(validation_batches(plan, samples, built.mesh))
+    count = job.train.eval_sequences
+    mean = built.train_step.evaluate(validation_batches(plan, samples, built.mesh, count))
     held = sources.reduce_means(built.train_step.loss_by_source)
     single = []
     for source in range(3):

@@ -25,12 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.state_dict import (
-    find_replica_axes,
-    local_values,
-    model_state,
-    optimizer_state,
-)
+from weft.checkpoint.state_dict import checkpoint_tensors, find_replica_axes, local_values
 from weft.config.errors import WeftError
 from weft.parallel.dtensor import iter_flat_indices, shard_offsets
 from weft.parallel.private import to_group_device
@@ -129,7 +124,7 @@ def compare_replicas(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> 
     Raises:
         ReplicaMismatch: on the ranks of a group that differs.
     """
-    state = model_state(model_parts) | optimizer_state(model_parts, optimizer)
+    state = checkpoint_tensors(model_parts, optimizer)
     names_by_group: dict[dist.ProcessGroup | None, list[str]] = {}
     for name, axes in find_replica_axes(model_parts, state).items():
         for axis in axes:

@@ -45,11 +45,10 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.shard_files import Json, StagedShard
 from weft.checkpoint.state_dict import (
+    checkpoint_tensors,
     find_replica_axes,
     is_owner,
     local_values,
-    model_state,
-    optimizer_state,
 )
 from weft.config.schema import CheckpointSection
 from weft.monitor.faults import fault_point
@@ -307,7 +306,7 @@ class CheckpointManager:
 
         Replicas that another rank owns are included only for local checkpoints.
         """
-        state = model_state(model_parts) | optimizer_state(model_parts, optimizer)
+        state = checkpoint_tensors(model_parts, optimizer)
         axes = find_replica_axes(model_parts, state)
         shards, sums = [], dict[str, Tensor]()
         for name, tensor in state.items():

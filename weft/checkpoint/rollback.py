@@ -1,4 +1,4 @@
-"""Give up damaged checkpoints, before a run resumes from an earlier step."""
+"""Make a run resume from an earlier step: see `weft.cluster.start.rollback`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,37 @@ from pathlib import Path
 from weft.checkpoint.commit import list_quarantined, quarantine
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
+    acquire_lease,
     checkpoint_step,
+    list_checkpoints,
     list_committed,
     read_manifest,
 )
 from weft.checkpoint.storage import is_remote, put_if_absent
+from weft.config.errors import ConfigError, InvalidConfig
+
+
+def drop_later_checkpoints(directory: Path, step: int) -> list[int]:
+    """Make a run resume from ``step``; return the steps of dropped checkpoints.
+
+    No file is deleted: the run continues on a new branch.
+
+    Raises:
+        InvalidConfig: if there is no checkpoint of that step.
+    """
+    steps = [checkpoint_step(path) for path in list_checkpoints(directory)]
+    if step not in [0, *steps]:
+        rule = "has no valid checkpoint"
+        raise InvalidConfig([ConfigError("step", step, rule, f"use one of {[0, *steps]}")])
+    abandon_damaged(directory, step)
+    acquire_lease(directory, step)
+    return [each for each in steps if each > step]
 
 
 def abandon_damaged(directory: Path, step: int) -> None:
     """Rename damaged checkpoints after ``step``, so that they do not count.
 
-    Only a user decides this: see `weft.cluster.start.rollback`.
+    Only a user decides this.
     """
     for path in list_quarantined(directory):
         if is_remote(path):

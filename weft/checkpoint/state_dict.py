@@ -78,6 +78,11 @@ def optimizer_state(model_parts: Iterable[nn.Module], optimizer: Optimizer) -> S
     return state
 
 
+def checkpoint_tensors(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> StateDict:
+    """Return the tensors of a checkpoint by name, sharing memory."""
+    return model_state(model_parts) | optimizer_state(model_parts, optimizer)
+
+
 def allocate_optimizer_state(
     model_parts: Iterable[nn.Module],
     optimizer: Optimizer,

@@ -21,12 +21,10 @@ from rich.console import Console
 import weft
 from weft.checkpoint.manifest import (
     CheckpointError,
-    acquire_lease,
-    checkpoint_step,
     list_checkpoints,
     read_manifest,
 )
-from weft.checkpoint.rollback import abandon_damaged
+from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
@@ -235,13 +233,7 @@ def rollback(run_dir: Path, step: int) -> str:
     job = read_run_job(run_dir)
     home = checkpoint_dir(job.checkpoint, run_dir)
     with lock_directory(run_dir, run_dir_in_use(run_dir)):
-        steps = [checkpoint_step(path) for path in list_checkpoints(home)]
-        if step not in [0, *steps]:
-            rule = "has no valid checkpoint"
-            raise InvalidConfig([ConfigError("step", step, rule, f"use one of {[0, *steps]}")])
-        abandon_damaged(home, step)
-        acquire_lease(home, step)
-    dropped = [s for s in steps if s > step]
+        dropped = drop_later_checkpoints(home, step)
     return f"{resume_hint(home)}; dropped the checkpoints of steps {dropped}"
 
 

@@ -1,4 +1,4 @@
-"""Locks of files and directories, which processes that prepare or start a run hold."""
+"""Locks of files and directories, for processes that prepare or start a run."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.data.tokenizer import END_OF_TEXT, add_start_token
+from weft.data.tokenizer import END_OF_TEXT
 
 RECORD_FILE = "document_tokens.json"  # {"separator": ID, "starts_documents": BOOL}
 IMPORTED_DIR = "huggingface"  # directory in an imported run: files of the source
@@ -256,3 +256,13 @@ def _find_ids(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
 
 def _format_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return " and ".join(json.dumps(tokenizer.id_to_token(id), ensure_ascii=False) for id in ids)
+
+
+def add_start_token(tokenizer: Tokenizer, token: int) -> None:
+    """Make a tokenizer put a token before every text, and add nothing else."""
+    content = tokenizer.id_to_token(token)
+    # An alias: the name may contain characters with a meaning in templates.
+    start: Any = {"id": "start", "ids": [token], "tokens": [content]}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="start $A", pair="start $A $B", special_tokens=[start]
+    )

@@ -34,8 +34,9 @@ Shapes: B sequences of a microbatch, T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -181,6 +182,10 @@ class Batch(NamedTuple):
     positions_BT: torch.Tensor | None
     sources_B: torch.Tensor | None = None
     references_BP2: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch with ``function`` applied to each tensor."""
+        return Batch._make(tensor if tensor is None else function(tensor) for tensor in self)
 
 
 class Samples(Protocol):
@@ -428,7 +433,8 @@ class Loader:
         if begin == end:
             batch.targets_BT.fill_(IGNORE_INDEX)
         starts = range(0, num_sequences, self.microbatch_size)
-        return [_slice_batch(batch, start, start + self.microbatch_size) for start in starts]
+        microbatches = (slice(start, start + self.microbatch_size) for start in starts)
+        return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]
 
     def _samples(self, first: int, num_sequences: int) -> Ints:
         """Return source and index of ``num_sequences`` positions from ``first``: (2, n)."""
@@ -502,7 +508,7 @@ class Prefetcher:
             try:
                 result: Any = self._loader.get_microbatches(*request)
                 if on_gpu:
-                    result = [_pin_batch(batch) for batch in result]
+                    result = [batch.map(torch.Tensor.pin_memory) for batch in result]
             except Exception as error:
                 result = error
             self._results.put((request, result))
@@ -547,14 +553,6 @@ def evaluation_batches(
         if missing:
             batch.targets_BT[-missing:] = IGNORE_INDEX
         yield batch
-
-
-def _slice_batch(batch: Batch, first: int, end: int) -> Batch:
-    return Batch._make(tensor if tensor is None else tensor[first:end] for tensor in batch)
-
-
-def _pin_batch(batch: Batch) -> Batch:
-    return Batch._make(tensor if tensor is None else tensor.pin_memory() for tensor in batch)
 
 
 def _make_batch(windows: Ints, packing: Packing, separator: int) -> Batch:

@@ -1,32 +1,22 @@
-"""Train and load tokenizers.
+"""Load tokenizers.
 
-weft trains byte-level BPE tokenizers, or loads a ``tokenizer.json``.  The smallest tokens of a
-trained tokenizer are bytes, so it encodes and restores every text exactly.
-`weft.data.document_tokens` has the tokens that begin and end documents.
+weft trains byte-level BPE tokenizers (`weft.data.tokenizer_training`), or loads a
+``tokenizer.json``.  The smallest tokens of a trained tokenizer are bytes, so it encodes and
+restores every text exactly.  `weft.data.document_tokens` has the tokens that begin and end
+documents.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import describe_cause, open_regular
 
 END_OF_TEXT = "<|endoftext|>"  # the separator of documents
-
-
-def add_start_token(tokenizer: Tokenizer, token: int) -> None:
-    """Make a tokenizer put a token before every text, and add nothing else."""
-    content = tokenizer.id_to_token(token)
-    # An alias: the name may contain characters with a meaning in templates.
-    start: Any = {"id": "start", "ids": [token], "tokens": [content]}
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="start $A", pair="start $A $B", special_tokens=[start]
-    )
 
 
 def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from weft.data.tokenizer import END_OF_TEXT, add_start_token, encode_literally
+from weft.data.document_tokens import add_start_token
+from weft.data.tokenizer import END_OF_TEXT, encode_literally
 
 # Merges do not cross these, as in Llama 3: contractions, words with the space or sign before
 # them, numbers of up to three digits, signs, newlines, spaces.

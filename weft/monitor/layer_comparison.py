@@ -1,4 +1,4 @@
-"""Read the statistics of layers that a run has written, and compare two values of them."""
+"""Read the statistics of layers that a run has written, and compare values."""
 
 from __future__ import annotations
 

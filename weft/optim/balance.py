@@ -9,6 +9,7 @@ their sums do not depend on the order, and every layout computes the same biases
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class ExpertBalancer:
         # Tokens per layer and expert: of this rank, then summed over ranks.
         self.loads_LE = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
         for loads_E, router in zip(self.loads_LE, self._routers, strict=True):
-            router.register_forward_hook(_LoadCounter(loads_E))
+            router.register_forward_hook(partial(_count_load, loads_E))
 
     def reset(self) -> None:
         """Reset the loads at the start of a global batch."""
@@ -91,14 +92,11 @@ class ExpertBalancer:
         return max_ratio.view(1)
 
 
-class _LoadCounter:
-    """Forward hook of a router that adds its selections to a layer's loads."""
-
-    def __init__(self, loads_E: Tensor) -> None:
-        self.loads_E = loads_E
-
-    def __call__(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        # Evaluation and recomputation in backward do not count.
-        if torch.is_grad_enabled() and not is_in_backward():
-            chosen = output[0].flatten()
-            self.loads_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+def _count_load(
+    loads_E: Tensor, router: nn.Module, args: Any, output: tuple[Tensor, Tensor]
+) -> None:
+    """Add the selections of a router to the loads of its layer, as a forward hook."""
+    # Evaluation and recomputation in backward do not count.
+    if torch.is_grad_enabled() and not is_in_backward():
+        chosen = output[0].flatten()
+        loads_E.scatter_add_(0, chosen, torch.ones_like(chosen))

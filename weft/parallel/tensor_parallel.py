@@ -251,47 +251,33 @@ def _shard_parameters(
     if spec.weight == "norm_of_heads" and getattr(parent, "qk_norm", None) != "all_heads":
         spec = TensorParallelSpec("partial_grad")
     heads = _heads_of_rank(spec, mesh, config)
+    kind, tp, rank = spec.weight, mesh.size(), mesh.get_local_rank()
     # The last dims are outputs and inputs (or blocks of inputs, and their bytes:
     # `weft.parallel.lora`).  The stacked weight of experts has one more dim before them.
-    output_dim = max(0, full.dim() - (2 if full.is_floating_point() else 3))
+    dim = max(0, full.dim() - (2 if full.is_floating_point() else 3)) + (kind == "row")
     for name, param in list(module.named_parameters(recurse=False)):
-        _shard_parameter(module, name, param, spec, output_dim, heads, mesh, sequence_parallel)
-    if spec.weight == "vocabulary":
+        placement: Placement = Replicate()
+        part, local = _LocalPart(), param.data
+        if kind == "row" and name == "bias":
+            part = _LocalPart(Partial(), is_added=rank == 0)
+        elif kind in ("partial_grad", "replicated"):
+            is_partial = kind == "partial_grad" or sequence_parallel
+            part = _LocalPart(Partial() if is_partial else None)
+        elif heads is not None and heads.total % tp:
+            part = _LocalPart(Partial(), dim, heads.slices(param.shape[dim] // heads.total))
+        else:
+            placement, chunk = Shard(dim), chunk_range(param.shape[dim], tp, rank)
+            local = local.narrow(dim, chunk.start, len(chunk)).contiguous()
+        use_local_parameter(module, name, local, mesh, [placement], param.shape)
+        vars(module).setdefault("local_parts", {})[name] = part
+    if kind == "vocabulary":
         first = chunk_range(full.shape[0], mesh.size(), mesh.get_local_rank()).start
         module.forward = partial(_vocab_parallel_forward, module, first)
-    if spec.weight == "norm_of_heads":
+    if kind == "norm_of_heads":
         assert heads is not None
         norm: Any = module
         owned = heads.owned(full.shape[0] // heads.total)
         norm.forward = partial(_normalize_all_heads, norm, mesh.get_group(), owned, full.shape[0])
-
-
-def _shard_parameter(
-    module: nn.Module,
-    name: str,
-    full: nn.Parameter,
-    spec: TensorParallelSpec,
-    output_dim: int,
-    heads: _Heads | None,
-    mesh: DeviceMesh,
-    sequence_parallel: bool,
-) -> None:
-    kind, tp, rank = spec.weight, mesh.size(), mesh.get_local_rank()
-    dim = output_dim + (kind == "row")
-    placement: Placement = Replicate()
-    part, local = _LocalPart(), full.data
-    if kind == "row" and name == "bias":
-        part = _LocalPart(Partial(), is_added=rank == 0)
-    elif kind in ("partial_grad", "replicated"):
-        is_partial = kind == "partial_grad" or sequence_parallel
-        part = _LocalPart(Partial() if is_partial else None)
-    elif heads is not None and heads.total % tp:
-        part = _LocalPart(Partial(), dim, heads.slices(full.shape[dim] // heads.total))
-    else:
-        placement, chunk = Shard(dim), chunk_range(full.shape[dim], tp, rank)
-        local = local.narrow(dim, chunk.start, len(chunk)).contiguous()
-    use_local_parameter(module, name, local, mesh, [placement], full.shape)
-    vars(module).setdefault("local_parts", {})[name] = part
 
 
 def use_local_parameter(

@@ -23,8 +23,13 @@ from torch import Tensor
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
-from weft.data.document_tokens import IMPORTED_DIR, find_start_token, load_document_tokens
-from weft.data.tokenizer import add_start_token, load_tokenizer, required_vocab_size
+from weft.data.document_tokens import (
+    IMPORTED_DIR,
+    add_start_token,
+    find_start_token,
+    load_document_tokens,
+)
+from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.models.kv_cache import KeyValueCache, use_kv_cache
 from weft.tools.inference_model import CheckpointRef, LanguageModel
 

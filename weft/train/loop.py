@@ -44,6 +44,7 @@ from rich.console import Console
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import compare_replicas
+from weft.checkpoint.manifest import CheckpointError
 from weft.config.errors import WeftError
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch
@@ -66,7 +67,7 @@ from weft.plan.plan import Plan
 from weft.train.metric_logger import TrainingError, is_due
 from weft.train.run import Generate, Run, open_run
 from weft.train.setup import Rank
-from weft.train.state import TrainState, checkpoint_dir, rewind
+from weft.train.state import TrainState, resume
 from weft.train.step import batch_to, validation_batches
 
 # Errors of reading a batch, after which this rank can still compute.  Not RuntimeError, which torch
@@ -294,17 +295,31 @@ def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due
 
 def evaluate_validation_set(run: Run) -> float:
     """Return the mean validation loss; a collective."""
-    batches = validation_batches(run.plan, run.validation_set, run.built.mesh)
+    count = run.plan.job.train.eval_sequences
+    batches = validation_batches(run.plan, run.validation_set, run.built.mesh, count)
     return run.built.train_step.evaluate(batches)
 
 
 def load_newest_checkpoint(run: Run) -> TrainState:
-    """Load the newest checkpoint in the middle of a run; a collective."""
+    """Load the newest checkpoint in the middle of a run; a collective.
+
+    The run continues on a new branch.
+
+    Raises:
+        CheckpointError: if there is none after step 0: skipping samples does not cure a failure of
+            the first steps.
+    """
     zero_grad(run)
-    section = run.plan.job.checkpoint
-    home = checkpoint_dir(section, run.plan.run_path)
+    run.checkpoints.release_copies()
+    home, local_dir = run.checkpoints.lease.directory, run.plan.job.checkpoint.local_dir
     model_parts, optimizer = run.built.model_parts, run.built.optimizer
-    state = rewind(home, section.local_dir, run.checkpoints, model_parts, optimizer, run.log)
+    state = resume(home, local_dir, model_parts, optimizer, run.log, load_frozen=False)
+    if state.step == 0:
+        rule = "there is no checkpoint after step 0 to rewind to yet"
+        raise CheckpointError(
+            f"{home}: {rule}; try a lower --optim.lr, or --resilience.on_anomaly skip"
+        )
+    run.checkpoints.acquire_lease(state.step)
     run.anomalies.restore(state.anomaly_state)
     run.metrics.rewind(state)
     return state

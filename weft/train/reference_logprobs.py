@@ -21,10 +21,11 @@ from xxhash import xxh3_64_hexdigest
 from weft.checkpoint.manifest import CheckpointError, run_on_rank_0
 from weft.config.files import write_durably
 from weft.data.dataset import Dataset
-from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
+from weft.data.loader import Batch, Mixture, Pairs
 from weft.data.token_store import SplitName
 from weft.train.loss import SequenceLosses, answer_logprobs, find_pairs
 from weft.train.setup import Built
+from weft.train.step import validation_batches
 
 
 def with_references(
@@ -107,15 +108,8 @@ def log_probs(built: Built, samples: Pairs) -> Tensor:
     train_step.objective = objective._replace(losses=record_answers)
     train_step.loss_by_source = None
     try:
-        train_step.evaluate(
-            evaluation_batches(
-                Mixture([replace(samples, references=indices_N2)]),
-                num_sequences=len(samples),
-                dp_rank=built.mesh.dp_rank,
-                dp_size=built.plan.dp_size,
-                microbatch_size=built.plan.microbatch_size,
-            )
-        )
+        mixture = Mixture([replace(samples, references=indices_N2)])
+        train_step.evaluate(validation_batches(built.plan, mixture, built.mesh, len(samples)))
     finally:
         train_step.objective, train_step.loss_by_source = objective, by_source
     if dist.get_world_size() > 1:

@@ -45,11 +45,9 @@ from torch import Tensor
 from weft.checkpoint.fingerprint import ReplicaMismatch, local_fingerprint
 from weft.checkpoint.safetensors import DTYPES, NAMES
 from weft.checkpoint.state_dict import (
-    StateDict,
     allocate_optimizer_state,
+    checkpoint_tensors,
     local_values,
-    model_state,
-    optimizer_state,
 )
 from weft.config.errors import WeftError
 from weft.config.schema import flatten
@@ -322,13 +320,8 @@ class ReplicaGroups(SingleReplica):
                 state = self._receive(sender, state)
         return state
 
-    def _state(self) -> StateDict:
-        """Return this rank's parameters, buffers and optimizer state."""
-        model_parts = self._built.model_parts
-        return model_state(model_parts) | optimizer_state(model_parts, self._built.optimizer)
-
     def _send(self, receiver: int, state: TrainState) -> None:
-        tensors = self._state()
+        tensors = checkpoint_tensors(self._built.model_parts, self._built.optimizer)
         shapes = {
             name: [list(tensor.shape), NAMES[tensor.dtype]]
             for name, tensor in tensors.items()
@@ -361,8 +354,9 @@ class ReplicaGroups(SingleReplica):
             name: (torch.Size(shape), DTYPES[dtype])
             for name, (shape, dtype) in header["tensors"].items()
         }
-        allocate_optimizer_state(self._built.model_parts, self._built.optimizer, shapes)
-        tensors = self._state()
+        model_parts, optimizer = self._built.model_parts, self._built.optimizer
+        allocate_optimizer_state(model_parts, optimizer, shapes)
+        tensors = checkpoint_tensors(model_parts, optimizer)
         for name in sorted(tensors):
             receive_into(local_values(tensors[name]))
         return TrainState(header["step"], header["samples"], header["anomaly_state"], state.base)
@@ -407,7 +401,8 @@ class ReplicaGroups(SingleReplica):
         """See `SingleReplica.compare`."""
         if self.count == 1:
             return
-        marks = [local_fingerprint(each).to(self._device) for each in self._state().values()]
+        tensors = checkpoint_tensors(self._built.model_parts, self._built.optimizer)
+        marks = [local_fingerprint(each).to(self._device) for each in tensors.values()]
         mark = torch.stack(marks).sum()
         most, options = torch.stack((mark, -mark)), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)

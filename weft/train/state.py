@@ -17,7 +17,6 @@ import weft
 from weft.checkpoint.commit import list_quarantined, quarantine
 from weft.checkpoint.load import load_checkpoint, load_frozen_params, load_local_checkpoint
 from weft.checkpoint.local_save import list_local_steps, local_run_dir
-from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -212,30 +211,3 @@ def _state_of(manifest: Mapping[str, Any], base: Path | None) -> TrainState:
         raise CheckpointError(f"{rule}, but {state}")
     anomaly_state = manifest.get("anomaly_state", {})
     return TrainState(manifest["step"], manifest["samples"], anomaly_state, name)
-
-
-def rewind(
-    directory: Path,
-    local_dir: str,
-    checkpoints: CheckpointManager,
-    model_parts: list[nn.Module],
-    optimizer: Optimizer,
-    log: Callable[[str], None],
-) -> TrainState:
-    """Load the newest checkpoint in the middle of a run.
-
-    The run continues on a new branch.
-
-    Raises:
-        CheckpointError: if there is none after step 0: skipping samples does not cure a failure of
-            the first steps.
-    """
-    checkpoints.release_copies()
-    state = resume(directory, local_dir, model_parts, optimizer, log, load_frozen=False)
-    if state.step == 0:
-        rule = "there is no checkpoint after step 0 to rewind to yet"
-        raise CheckpointError(
-            f"{directory}: {rule}; try a lower --optim.lr, or --resilience.on_anomaly skip"
-        )
-    checkpoints.acquire_lease(state.step)
-    return state

@@ -403,11 +403,8 @@ def _pad(batch: Batch, num_sequences: int) -> Batch:
     missing = num_sequences - len(batch.tokens_BT)
     if not missing:
         return batch
-    padded = Batch._make(
-        None
-        if column is None
-        else torch.cat((column, column[:1].expand(missing, *column.shape[1:])))
-        for column in batch
+    padded = batch.map(
+        lambda column: torch.cat((column, column[:1].expand(missing, *column.shape[1:])))
     )
     padded.targets_BT[-missing:] = IGNORE_INDEX
     return padded
@@ -417,12 +414,13 @@ def _without_targets(batch: Batch) -> Batch:
     return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE_INDEX))
 
 
-def validation_batches(plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's part of the validation set, always the same."""
-    job = plan.job
+def validation_batches(
+    plan: Plan, samples: Mixture, mesh: Mesh, num_sequences: int
+) -> Iterator[Batch]:
+    """Yield this rank's part of ``num_sequences`` samples, always the same."""
     return evaluation_batches(
         samples,
-        num_sequences=job.train.eval_sequences,
+        num_sequences=num_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
