@@ -156,7 +156,7 @@ def export_checkpoint(
 
 
 def _check_weights(checkpoint: CheckpointRef, weights: dict[str, Weight]) -> None:
-    """Check that a checkpoint has the weights of its model, which transformers has, too."""
+    """Check that a checkpoint has the weights of its model that transformers has."""
     expected = param_shapes(checkpoint.family, checkpoint.config)
     shapes = {name: weight.shape for name, weight in weights.items()}
     if shapes != expected:
