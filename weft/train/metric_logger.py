@@ -131,7 +131,7 @@ class MetricLogger:
         self._predicted = read_prediction(plan.run_path)
         self._new_anomalies: list[dict[str, Any]] = []  # not recorded yet
         self._recorded_anomalies: list[dict[str, Any]] = []  # of steps that may be repeated
-        # Maximum load of experts, and norms of layers: none, or for the wait of the host.
+        # Of the logged step, on the device: maximum load of experts, norms of layers; or empty.
         self._max_load = self._layer_norms = torch.empty(0, device=rank.device)
         self._stack = ExitStack()
         self._sinks: list[Sink] = []
