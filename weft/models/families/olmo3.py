@@ -1,7 +1,8 @@
-"""OLMo 3: OLMo 2 with windows in three of four layers; sizes from ``config.json`` of Olmo-3-*.
+"""OLMo 3: OLMo 2 with windows in three of four layers.
 
-The presets have the context of the published models, which the last stage of pre-training extends
-from 8,192 tokens by YaRN.  Before it, ``rope_scaling`` is none.
+Sizes from ``config.json`` of Olmo-3.1-32B-Instruct, and of 7B as maxtext has them.  The presets
+have the context of the published models, which the last stage of pre-training extends from 8,192
+tokens by YaRN.  Before it, ``rope_scaling`` is none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense (arXiv:2412.15115): sizes from ``config.json`` of Qwen2.5-*."""
+"""Qwen2 and Qwen2.5, dense (arXiv:2412.15115): sizes of Qwen2.5-*."""
 
 from __future__ import annotations
 
