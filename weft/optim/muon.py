@@ -201,7 +201,7 @@ class _MatrixExchange:
         self.from_ranks = [sum(m.part_numel(rank) for m in self.owned) for rank in range(size)]
 
     def _assign_owners(self, matrices: list[_Matrix], size: int) -> list[int]:
-        """Return the owner of each matrix: the only rank that has all of it, or for equal work."""
+        """Return the owner of each matrix: the one rank with all of it, or any."""
         work, owners, split = [0] * size, [0] * len(matrices), []
         is_traced = is_fake(to_local(self.params[0]))
         for i, matrix in enumerate(matrices):
