@@ -92,40 +92,22 @@ class TrainStep:
         self._gathers_losses = plan.cp > 1 and not self.objective.is_token_sum
         can_fuse = family.enable_fused_loss is not None and self.objective.is_token_sum
         fused_loss = can_fuse and self._chunk_tokens < tokens
-        self.schedule: Any = None
         self._tied = TiedParameters(model_parts, plan, mesh)
-        has_last_stage, last_part = True, model_parts[-1]
+        self.schedule: Any = None
+        last_part: nn.Module | None = model_parts[-1]  # None without the last stage
         if plan.pipeline is not None:
-            self.schedule = build_pipeline_schedule(
-                model_parts,
-                plan,
-                mesh.get_group("pp"),
-                device,
-                plan.seq_len,
-                plan.sequence_parallel,
-                self._loss,
-                plan.model.dim if fused_loss else len(self._vocab_range),
-            )
-            stages = plan.pipeline.stages_on_rank(mesh.coordinates["pp"])
-            wrap_pipeline_actions(
-                self.schedule,
-                lambda index, kind, microbatch: (
-                    action(stages[index], kind, microbatch)
-                    if torch.is_grad_enabled()
-                    else nullcontext()
-                ),
-            )
-            has_last_stage = len(plan.pipeline.stages) - 1 in stages
-            if has_last_stage:
-                last_part = model_parts[stages.index(len(plan.pipeline.stages) - 1)]
+            width = plan.model.dim if fused_loss else len(self._vocab_range)
+            self.schedule = self._build_schedule(width)
+            stages, last_stage = self._stages, len(plan.pipeline.stages) - 1
+            last_part = model_parts[stages.index(last_stage)] if last_stage in stages else None
         self._head_weight: Callable[[], Tensor] | None = None
-        if fused_loss and has_last_stage:
+        if fused_loss and last_part is not None:
             assert family.enable_fused_loss is not None
             self._head_weight = family.enable_fused_loss(last_part)
         self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
         self._owns_targets = cp_rank == 0 or not self._gathers_losses
         is_first = mesh.coordinates["tp"] == 0 and self._owns_targets
-        self.owns_loss = has_last_stage and is_first
+        self.owns_loss = last_part is not None and is_first
         num_sources = len(job.data.sources)
         zeros = partial(torch.zeros, device=device)
         self.loss_by_source = zeros(num_sources, 2) if num_sources > 1 else None
@@ -134,6 +116,34 @@ class TrainStep:
         # With adapters the router is frozen: see `weft.parallel.lora`.
         rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device)
+
+    @property
+    def _stages(self) -> list[int]:
+        """Indices of this rank's pipeline stages."""
+        assert self.plan.pipeline is not None
+        return self.plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
+
+    def _build_schedule(self, output_width: int) -> Any:
+        plan, stages = self.plan, self._stages
+        schedule = build_pipeline_schedule(
+            self.model_parts,
+            plan,
+            self.mesh.get_group("pp"),
+            self.device,
+            plan.seq_len,
+            plan.sequence_parallel,
+            self._loss,
+            output_width,
+        )
+        wrap_pipeline_actions(
+            schedule,
+            lambda index, kind, microbatch: (
+                action(stages[index], kind, microbatch)
+                if torch.is_grad_enabled()
+                else nullcontext()
+            ),
+        )
+        return schedule
 
     def forward_backward(
         self,
@@ -325,7 +335,7 @@ class TrainStep:
         batch, divisor, sequences = microbatches[0]
         empty = Microbatch(_without_targets(batch), divisor, _without_targets(sequences))
         padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))
-        has_first = 0 in plan.pipeline.stages_on_rank(self.mesh.coordinates["pp"])
+        has_first = 0 in self._stages
         losses: list[Tensor] = []
         self._tied.copy_values()
         run_schedule(
