@@ -120,13 +120,6 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
             ),
         ],
     ),
-    "qwen2": (
-        "Qwen2.5",
-        [
-            dense(f"Qwen2.5 {size}", f"Qwen/Qwen2.5-{size}-Instruct", "qwen2", size.lower())
-            for size in ("7B", "32B", "72B")
-        ],
-    ),
     "gemma3": (
         "Gemma 3",
         [
@@ -142,7 +135,6 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
             dense("Mistral NeMo 12B", "mistralai/Mistral-Nemo-Base-2407", "mistral", "nemo-12b"),
             dense("Phi-4", "microsoft/phi-4", "phi3", "4"),
             dense("OLMo 2 7B", "allenai/OLMo-2-1124-7B-Instruct", "olmo2", "7b", "olmo2-7b"),
-            dense("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo3", "7b", "olmo3-7b"),
             Model(
                 "DeepSeek-V3",
                 "deepseek-ai/DeepSeek-V3-Base",
@@ -276,7 +268,7 @@ def predict_model(model: Model) -> Iterator[Json]:
             if not is_wanted(model, cluster, way):
                 continue
             if row := predict_row(model, cluster, way):
-                yield row
+                yield with_own_recipe(model, row)
     for recipe in model.pretrain:
         began = time.monotonic()
         row = {"way": "pre-train", **predict(recipe, {}, None)}
@@ -304,6 +296,17 @@ def predict_row(model: Model, cluster: str, way: str) -> Json | None:
         if (other := attempt(*step))["fits"]:
             return other
     return row
+
+
+def with_own_recipe(model: Model, row: Json) -> Json:
+    """Return the row of the recipe without overrides, if it is for this row and faster."""
+    job = read_job(row["recipe"])[0]
+    is_own = (job.model.kind, job.model.preset) == (model.kind, model.preset)
+    if not is_own or job.run.cluster != row["cluster"] or row["way"] == "QLoRA":
+        return row
+    other = {"way": row["way"], **predict(row["recipe"], {}, None)}
+    is_faster = other["tokens_per_second"] > row["tokens_per_second"]
+    return other if other["fits"] and is_faster else row
 
 
 def report(model: Model, row: Json, seconds: float) -> None:
@@ -389,7 +392,7 @@ def commands(model: Model, rows: list[Json]) -> Iterator[str]:
     if not tuning:
         yield from (f"$ weft plan {command_of(row)}" for row in rows)
     for row in tuning[:1]:
-        words, run_dir = command_of(row), f"runs/{model.preset}"
+        words, run_dir = command_of(row), "runs/" + model.title.lower().replace(" ", "-")
         data = f"--data.path chats.jsonl --run.dir {run_dir}"
         yield f"$ weft plan {words} --cluster {row['cluster']}"
         yield f"$ weft train {words} --model.path {model.hub or 'text-model'} {data}"
@@ -432,8 +435,11 @@ with weft {weft} and PyTorch {torch}, by a traced step of each row. [The planner
 describes its errors: 25 % of the time on a GPU that was not calibrated, 50 % with experts.
 
 The words of a row work after `weft train`, and after `weft plan` with `--cluster`. These settings
-were tried in turn: {ladder}. If the last need more than 60 %
-of the memory, the others were not tried; *full* has optimizer states in bfloat16 as a last resort.
+were tried in turn: no recomputation with microbatches of one sequence (on one GPU), selective with
+four and one, full with four and one. If the last need more than 60 % of the memory, the others were
+not tried; *full* has optimizer states in bfloat16 as a last resort. On the cluster of its recipe, a
+model also has the recipe's own settings, if these are faster.
+
 *full* trains all weights, *LoRA* adapters of rank 16, *QLoRA* the same on weights in 4 bits. Tuning
 has sequences of 4,096 tokens. *10 M tokens* is the time for so many tokens. `chats.jsonl` has
 [conversations](../fine-tuning.md#conversations).
@@ -444,12 +450,7 @@ has sequences of 4,096 tokens. *10 M tokens* is the time for so many tokens. `ch
 def page(name: str, record: Json) -> str:
     """Return the text of a page."""
     title, models = PAGES[name]
-    ladder = ", then ".join(
-        f"{step['activation_checkpoint.mode']} recomputation with microbatches of "
-        f"{step['train.microbatch_size']}"
-        for step in LADDER
-    )
-    text = HEAD.format(title=title, ladder=ladder, **record)
+    text = HEAD.format(title=title, **record)
     lines = [line for model in models for line in section(model, record["rows"][model.title])]
     return text + "\n".join(lines).rstrip() + "\n"
 
