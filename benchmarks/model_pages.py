@@ -226,8 +226,9 @@ def predict(recipe: str, overrides: dict[str, str], cluster: str | None) -> Json
         recipe, list(overrides.items()), [], cluster, lambda section: Machine("cpu", 1)
     )
     result = forecast(plan, machine, device_spec(plan, machine))
-    bound, share = max(result.time_breakdown.items(), key=lambda item: item[1])
     assert result.step_seconds
+    assert result.time_breakdown
+    bound, share = max(result.time_breakdown.items(), key=lambda item: item[1])
     return {
         "cluster": cluster or plan.job.run.cluster,
         "recipe": recipe,
@@ -470,8 +471,8 @@ have 4,096 tokens.
 def index(record: Json) -> str:
     """Return the text of the page that lists all models."""
     lines = [
-        f"| model | {' | '.join(describe_cluster(cluster) for cluster in CLUSTERS)} |",
-        "|---" * (1 + len(CLUSTERS)) + "|",
+        f"| model | {' | '.join(map(describe_cluster, CLUSTERS))} | pre-training planned on |",
+        "|---" * (2 + len(CLUSTERS)) + "|",
     ]
     for name, (_, models) in PAGES.items():
         for model in models:
@@ -481,6 +482,8 @@ def index(record: Json) -> str:
                 rows = record["rows"][model.title]
                 found |= {row["way"] for row in rows if row["cluster"] == cluster}
                 cells.append(", ".join(way for way in WAYS if way in found))
+            trained = [row for row in record["rows"][model.title] if row["way"] == "pre-train"]
+            cells.append(", ".join(describe_cluster(row["cluster"]) for row in trained))
             lines.append(f"| {' | '.join(cells)} |")
     names = "\n".join(PAGES)
     toctree = f"```{{toctree}}\n:hidden:\n\n{names}\n```\n"
