@@ -263,7 +263,8 @@ class Objective(NamedTuple):
         losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target.
         metrics: names of the metrics; weft logs each as a mean over the counts.
         is_token_sum: True if a sequence's loss is the sum of its tokens' losses.  Only then can
-            logits be computed for some tokens at a time, and sequences be split over ranks.
+            logits be computed for some tokens at a time.  Otherwise context-parallel ranks gather
+            the losses of full sequences.
         needs_references: True if batches need log-probabilities of the initial model.
     """
 
