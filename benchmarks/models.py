@@ -205,9 +205,10 @@ def matrix(record: dict[str, Any]) -> str:
 def write_page() -> None:
     """Replace the tables of docs/models.md."""
     record, text = read_results(), PAGE.read_text("utf-8")
+    since, date = record["since"], record["date"]
+    days = f"on {date}" if since == date else f"from {since} to {date}"
     head = (
-        f"`python benchmarks/models.py` made this table from {record['since']} to "
-        f"{record['date']} with PyTorch {record['torch']}, Python {record['python']}, on CPU. "
+        f"`python benchmarks/models.py` made this table {days} with PyTorch {record['torch']}, Python {record['python']}, on CPU. "
         "It was not run on a GPU."
     )
     for name, table in (("presets", presets()), ("matrix", f"{head}\n\n{matrix(record)}")):

@@ -208,7 +208,6 @@ def test_moe_unsupported_keys_are_refused() -> None:
             ("model.preset", "toy-moe"),
             ("parallel.ep", "3"),
             ("parallel.dp_shard", "4"),
-            ("optim.name", "muon"),
             ("precision.float8", "rowwise"),
             ("train.world_size_invariant", "true"),
         ],
@@ -218,7 +217,7 @@ def test_moe_unsupported_keys_are_refused() -> None:
         resolve(job, Machine("cpu", devices=2, world_size=4))
     messages = {error.key: str(error) for error in caught.value.errors}
     assert "train.world_size_invariant" in messages["parallel.ep"]
-    assert {"optim.name", "precision.float8"} <= messages.keys()
+    assert "precision.float8" in messages
 
     job, _, _ = read_job("demo", [("parallel.ep", "2")])
     with pytest.raises(InvalidConfig, match="needs experts"):

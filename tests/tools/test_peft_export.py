@@ -23,7 +23,8 @@ from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.state_dict import persistent_buffers
 from weft.checkpoint.weight_files import Weight, open_weights, write_weights_checkpoint
 from weft.config.errors import InvalidConfig
-from weft.config.schema import LoraSection, replace, to_toml
+from weft.config.schema import LoraSection, replace
+from weft.config.writer import to_toml
 from weft.models import FAMILIES
 from weft.parallel.lora import apply_lora
 from weft.tools.hf_convert import export_checkpoint
