@@ -208,8 +208,8 @@ def write_page() -> None:
     since, date = record["since"], record["date"]
     days = f"on {date}" if since == date else f"from {since} to {date}"
     head = (
-        f"`python benchmarks/models.py` made this table {days} with PyTorch {record['torch']}, Python {record['python']}, on CPU. "
-        "It was not run on a GPU."
+        f"`python benchmarks/models.py` made this table {days} with PyTorch {record['torch']}, "
+        f"Python {record['python']}, on CPU. It was not run on a GPU."
     )
     for name, table in (("presets", presets()), ("matrix", f"{head}\n\n{matrix(record)}")):
         before, rest = text.split(f"<!-- {name} -->\n")

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,14 +61,25 @@ rows = [ids + list(o.outputs[0].token_ids) for ids, o in zip(prompts, outputs)]
 print(json.dumps({"rows": rows, "version": f"vllm {vllm.__version__}"}))
 """
 PEERS = {"mlx": MLX, "vllm": VLLM}
-# Widths that vLLM's attention on CPUs has.
-OVERRIDES = {"mlx": {}, "vllm": {"head_dim": 64}}
+# Widths of vLLM's products on CPUs; it reads gpt-oss only with the scaling of the published models.
+YARN = {"rope_scaling": "yarn", "rope_factor": 32.0, "rope_original_context": 4096}
+YARN |= {"rope_magnitude": 0.1 * math.log(32) + 1, "rope_truncate": False}
+OVERRIDES: dict[str, dict[str, dict[str, Any]]] = {
+    "mlx": {"": {}},
+    "vllm": {
+        "": {"head_dim": 64},
+        "deepseek_v3": {"head_dim": 80, "value_head_dim": 64},
+        "gpt_oss": {"head_dim": 64, **YARN},
+    },
+}
 
 
 def compare(peer: str, kind: str, directory: Path, python: str) -> tuple[str, str]:
     """Return the outcome of a family, and the peer's versions."""
     source, run, out = (directory / name for name in ("source", "run", "out"))
-    config = FAMILIES[kind].presets["toy"].model_copy(update=OVERRIDES[peer])
+    overrides = OVERRIDES[peer]
+    update = overrides.get(kind, overrides[""])
+    config = FAMILIES[kind].presets["toy"].model_copy(update=update)
     fields = to_hf_config(FAMILIES[kind], config, "float32") | {
         "eos_token_id": 0,
         "bos_token_id": None,
