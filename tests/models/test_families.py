@@ -200,6 +200,20 @@ def test_family_equals_transformers_in_more_draws(kind: str, seed: int, tmp_path
     run_draw(kind, seed, tmp_path)
 
 
+@pytest.mark.parametrize("is_tuned", [False, True])
+@pytest.mark.parametrize("has_rope", [0, 1])
+def test_temperature_without_effect_in_a_config_is_accepted(has_rope: int, is_tuned: bool) -> None:
+    """Published files have values of a switch that is off, or of layers that the model lacks."""
+    tree = draw_config("llama4", 0)
+    layers = [has_rope] * tree["num_hidden_layers"]
+    tree |= {"floor_scale": 7, "attn_scale": 0.2, "attn_temperature_tuning": is_tuned}
+    tree |= {"no_rope_layers": layers, "architectures": ["Llama4ForCausalLM"]}
+    config, errors = from_hf_config(FAMILIES["llama4"], tree | {"model_type": "llama4_text"})
+    assert not errors, [str(error) for error in errors]
+    expected = (7, 0.2) if is_tuned and not has_rope else (0, 0.1)
+    assert (config.temperature_interval, config.temperature_scale) == expected
+
+
 # --------------------------------------------------------------------------- files
 
 
