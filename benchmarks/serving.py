@@ -70,6 +70,9 @@ OVERRIDES: dict[str, dict[str, dict[str, Any]]] = {
         "": {"head_dim": 64},
         "deepseek_v3": {"head_dim": 80, "value_head_dim": 64},
         "gpt_oss": {"head_dim": 64, **YARN},
+        # It has no key for the width of their heads.
+        "olmoe": {"dim": 384, "head_dim": 0},
+        "qwen2": {"dim": 384, "head_dim": 0},
     },
 }
 
