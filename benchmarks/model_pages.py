@@ -79,6 +79,12 @@ def llama(title: str, hub: str, preset: str, *pretrain: str) -> Model:
     return Model(title, f"meta-llama/{hub}", "llama", preset, full, lora, pretrain)
 
 
+def gpt_oss(size: str) -> Model:
+    """Return a gpt-oss."""
+    full, lora = f"gpt-oss-{size}-finetune", f"gpt-oss-{size}-lora"
+    return Model(f"gpt-oss {size.upper()}", f"openai/gpt-oss-{size}", "gpt_oss", size, full, lora)
+
+
 # Pages: title, first sentence, models.
 PAGES: dict[str, tuple[str, list[Model]]] = {
     "llama": (
@@ -106,7 +112,7 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
                 "qwen3_moe",
                 "30b-a3b",
                 "qwen3-30b-a3b-finetune",
-                "",
+                "qwen3-30b-a3b-lora",
                 ("qwen3-30b-a3b",),
             ),
             Model(
@@ -114,8 +120,8 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
                 "Qwen/Qwen3-235B-A22B",
                 "qwen3_moe",
                 "235b-a22b",
-                "",
-                "",
+                "qwen3-30b-a3b-finetune",
+                "qwen3-30b-a3b-lora",
                 ("qwen3-235b-a22b",),
             ),
         ],
@@ -123,10 +129,16 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
     "gemma3": (
         "Gemma 3",
         [
-            dense("Gemma 3 1B", "google/gemma-3-1b-it", "gemma3", "1b"),
             Model("Gemma 3 4B", "", "gemma3", "4b", "gemma3-12b-finetune", "gemma3-4b-lora"),
             Model("Gemma 3 12B", "", "gemma3", "12b", "gemma3-12b-finetune", "gemma3-4b-lora"),
             Model("Gemma 3 27B", "", "gemma3", "27b", "gemma3-12b-finetune", "gemma3-27b-lora"),
+        ],
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        [
+            gpt_oss("20b"),
+            gpt_oss("120b"),
         ],
     ),
     "others": (
@@ -135,6 +147,7 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
             dense("Mistral NeMo 12B", "mistralai/Mistral-Nemo-Base-2407", "mistral", "nemo-12b"),
             dense("Phi-4", "microsoft/phi-4", "phi3", "4"),
             dense("OLMo 2 7B", "allenai/OLMo-2-1124-7B-Instruct", "olmo2", "7b", "olmo2-7b"),
+            dense("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo3", "7b", "olmo3-7b"),
             Model(
                 "DeepSeek-V3",
                 "deepseek-ai/DeepSeek-V3-Base",
@@ -206,6 +219,7 @@ def candidates(model: Model, cluster: str, way: str) -> Iterator[tuple[str, dict
             "model.preset": model.preset,
             "lora.quantize": "nf4" if way == "QLoRA" else job.lora.quantize,
             "train.global_batch_size": str(batch),
+            "parallel.ep": "8" if is_routed and ranks > 1 else "1",
             **step,
         }
         known = {
@@ -213,6 +227,7 @@ def candidates(model: Model, cluster: str, way: str) -> Iterator[tuple[str, dict
             "model.preset": job.model.preset,
             "lora.quantize": job.lora.quantize,
             "train.global_batch_size": str(job.train.global_batch_size),
+            "parallel.ep": str(job.parallel.ep),
             "activation_checkpoint.mode": job.activation_checkpoint.mode,
             "train.microbatch_size": str(job.train.microbatch_size),
             "optim.state_dtype": job.optim.state_dtype,
@@ -423,9 +438,6 @@ def section(model: Model, rows: list[Json]) -> Iterator[str]:
             "`text-model` first: see [Models](../models.md#import-and-export)."
         )
         yield ""
-    if not model.lora:
-        yield "weft has no LoRA of experts, so this model has no such row."
-        yield ""
 
 
 HEAD = """# {title}
@@ -439,7 +451,7 @@ The words of a row work after `weft train`, and after `weft plan` with `--cluste
 were tried in turn: no recomputation with microbatches of one sequence (on one GPU), selective with
 four and one, full with four and one. If the last need more than 60 % of the memory, the others were
 not tried; *full* has optimizer states in bfloat16 as a last resort. On the cluster of its recipe, a
-model also has the recipe's own settings, if these are faster.
+model also has the recipe's own settings, if these are faster. Not all rows were computed.
 
 *full* trains all weights, *LoRA* adapters of rank 16, *QLoRA* the same on weights in 4 bits. Tuning
 has sequences of 4,096 tokens. *10 M tokens* is the time for so many tokens. `chats.jsonl` has
@@ -463,7 +475,7 @@ command, memory and speed. All are predictions of [the planner](../planner.md), 
 weft {weft} and PyTorch {torch}; none was measured.
 
 *full*: all weights; *LoRA*: adapters of rank 16; *QLoRA*: the same on weights in 4 bits. Sequences
-have 4,096 tokens.
+have 4,096 tokens. An empty cell does not mean that a model needs more GPUs: not all were computed.
 
 """
 

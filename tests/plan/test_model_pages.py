@@ -74,6 +74,10 @@ def test_model_pages_have_the_rows_that_people_look_for() -> None:
     assert ("Qwen3 8B", "QLoRA", "1x1xRTX-4090") in found
     assert ("Qwen3 8B", "LoRA", "1x1xH100") in found
     assert ("Qwen3 8B", "full", "1x8xH100") in found
+    assert ("Qwen3 30B-A3B", "LoRA", "1x8xH100") in found
+    assert ("Qwen3 30B-A3B", "QLoRA", "1x1xH100") in found
+    assert ("gpt-oss 20B", "LoRA", "1x1xH100") in found
+    assert ("gpt-oss 120B", "LoRA", "1x8xH100") in found
     assert ("Qwen3 8B", "full", "1x1xH100") not in found  # 131 GB of states
 
 
