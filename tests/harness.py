@@ -97,7 +97,13 @@ def run_ranks(
         ValueError: if a rank cannot find ``function`` by name.
     """
     sys.audit("tests.world", function)
-    reply = _server().ask(make_request(function, world_size, timeout, args, kwargs), timeout)
+    request = make_request(function, world_size, timeout, args, kwargs)
+    reply = _server().ask(request, timeout)
+    # While other worlds start, gloo fails to connect one world of eight in about a hundred.  Its
+    # ranks have not called the function yet.
+    error = reply.get("error", "")
+    if "connectFullMesh failed" in error and "dist.init_process_group(" in error:
+        reply = _server().ask(request, timeout)
     if "error" in reply:
         raise RankError(reply["error"], reply["rank"])
     for rank, (_, text) in enumerate(reply["results"]):
