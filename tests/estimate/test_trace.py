@@ -262,7 +262,7 @@ EXTRA = [
     (13, 1, f"cp2 {WINDOW}=LG"),
     (20, 5, f"dp_shard2 {WINDOW}=LLG model.attention_sinks=true"),
     (20, 5, f"dp_shard2 pp2 pipeline.layers_per_stage=[9,11] {WINDOW}=GL model.rope_pattern=RN"),
-    (27, 1, f"{WINDOW}=LGL activation_checkpoint.mode=full activation_checkpoint.every_n_layers=2"),
+    (39, 1, f"{WINDOW}=LGL activation_checkpoint.mode=full activation_checkpoint.every_n_layers=2"),
     (12, 1, f"dp_shard2 {EXPERTS} model.dense_layers=3"),
     (16, 5, f"dp_shard2 pp2 pipeline.layers_per_stage=[9,7] {EXPERTS} model.dense_layers=1"),
     (15, 1, f"dp_shard2 {EXPERTS} model.expert_interval=2"),
