@@ -286,8 +286,7 @@ def _grouped_matmul(a: tuple[int, ...], b: tuple[int, ...], groups: int) -> Matm
 def to_attention(call: OpCall, kernel: AttentionKernel) -> Attention:
     """Convert a call to attention; a causal mask halves the FLOPs.
 
-    FlexAttention is as fast as FlashAttention 2, up to 15 %
-    (pytorch.org/blog/flexattention, figures of forward and backward).
+    FlexAttention is taken to be as fast as FlashAttention 2, which was not measured.
     """
     backward = "backward" in call.name
     query, key = call.shapes[1:3] if backward else call.shapes[:2]

@@ -103,6 +103,19 @@ ACTIVATIONS = {
 ACTIVATION = choice("activation", ACTIVATIONS)
 ATTENTION_BIAS = same("qkv_bias", "out_bias")
 
+# Experts of DeepSeek-V3, and of families with its router.
+DEEPSEEK_EXPERTS: dict[str, HFField] = {
+    "moe_intermediate_size": same("expert_dim"),
+    "n_routed_experts": same("num_experts"),
+    "n_shared_experts": same("shared_experts"),
+    "num_experts_per_tok": same("active_experts"),
+    "n_group": same("expert_groups"),
+    "topk_group": same("active_groups"),
+    "first_k_dense_replace": same("dense_layers"),
+    "norm_topk_prob": same("renormalize"),
+    "routed_scaling_factor": same("route_scale"),
+}
+
 # Fields of all families, unless a family maps them otherwise, or to None.
 FIELDS: dict[str, HFField] = {
     "hidden_size": same("dim"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -108,10 +107,12 @@ class TrainStep:
         self._owns_targets = cp_rank == 0 or not self._gathers_losses
         is_first = mesh.coordinates["tp"] == 0 and self._owns_targets
         self.owns_loss = last_part is not None and is_first
-        num_sources = len(job.data.sources)
-        zeros = partial(torch.zeros, device=device)
-        self.loss_by_source = zeros(num_sources, 2) if num_sources > 1 else None
-        self.metrics = zeros(len(names), 2) if (names := self.objective.metrics) else None
+        self.loss_by_source: Tensor | None = None
+        if (num_sources := len(job.data.sources)) > 1:
+            self.loss_by_source = torch.zeros(num_sources, 2, device=device)
+        self.metrics: Tensor | None = None
+        if self.objective.metrics:
+            self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
         self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
         # With adapters the router is frozen: see `weft.parallel.lora`.
         rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
@@ -331,7 +332,6 @@ class TrainStep:
         them, so sequences without targets are appended.
         """
         plan = self.plan
-        assert plan.pipeline is not None
         batch, divisor, sequences = microbatches[0]
         empty = Microbatch(_without_targets(batch), divisor, _without_targets(sequences))
         padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))

@@ -7,7 +7,14 @@ from typing import Any
 from weft.models.decoder_config import DecoderConfig
 from weft.models.decoder_family import decoder_family
 from weft.models.families.llama import TOY
-from weft.models.hf_fields import ATTENTION_BIAS, HFMapping, HFRope, optional, same
+from weft.models.hf_fields import (
+    ATTENTION_BIAS,
+    DEEPSEEK_EXPERTS,
+    HFMapping,
+    HFRope,
+    optional,
+    same,
+)
 from weft.models.hf_rope import yarn_magnitude
 
 _BASE: dict[str, Any] = {
@@ -74,15 +81,7 @@ HF_MAPPING = HFMapping(
         "kv_lora_rank": same("kv_rank"),
         "q_lora_rank": optional("q_rank"),
         "rope_interleave": same("rope_interleaved"),
-        "moe_intermediate_size": same("expert_dim"),
-        "n_routed_experts": same("num_experts"),
-        "n_shared_experts": same("shared_experts"),
-        "num_experts_per_tok": same("active_experts"),
-        "n_group": same("expert_groups"),
-        "topk_group": same("active_groups"),
-        "first_k_dense_replace": same("dense_layers"),
-        "norm_topk_prob": same("renormalize"),
-        "routed_scaling_factor": same("route_scale"),
+        **DEEPSEEK_EXPERTS,
     },
     defaults={
         "attention_bias": False,

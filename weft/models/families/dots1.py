@@ -7,7 +7,7 @@ from typing import Any
 from weft.models.decoder_config import DecoderConfig
 from weft.models.decoder_family import decoder_family
 from weft.models.families.llama import TOY
-from weft.models.hf_fields import ATTENTION_BIAS, HFLayers, HFMapping, same
+from weft.models.hf_fields import ATTENTION_BIAS, DEEPSEEK_EXPERTS, HFLayers, HFMapping
 
 _BASE: dict[str, Any] = {"qk_norm": "head", "score": "sigmoid", "shared_experts": 2}
 
@@ -23,15 +23,7 @@ HF_MAPPING = HFMapping(
     model_type="dots1",
     fields={
         "attention_bias": ATTENTION_BIAS,
-        "moe_intermediate_size": same("expert_dim"),
-        "n_routed_experts": same("num_experts"),
-        "n_shared_experts": same("shared_experts"),
-        "num_experts_per_tok": same("active_experts"),
-        "n_group": same("expert_groups"),
-        "topk_group": same("active_groups"),
-        "first_k_dense_replace": same("dense_layers"),
-        "norm_topk_prob": same("renormalize"),
-        "routed_scaling_factor": same("route_scale"),
+        **DEEPSEEK_EXPERTS,
     },
     defaults={
         "attention_bias": False,
