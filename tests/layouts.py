@@ -233,6 +233,7 @@ def rings(size: int) -> list[str]:
 DATA = [
     "dp_shard2 dp_replicate2",
     "dp_shard4 reshard_after_forward=2",
+    "dp_shard4 tp2 reshard_after_forward=2",
     "dp_shard2 dp_replicate2 gradient_sync=microbatch",
 ]
 MORE_DATA = [

@@ -453,7 +453,7 @@ BESIDE = {
     "activation_checkpoint": "parallel/activation_checkpoint.py",
     "offload": "parallel/activation_offload.py",
     "chunks": "train/loss.py",
-    "canonical": "train/step.py",
+    "canonical": "parallel/data_parallel.py",
 }
 
 
@@ -594,7 +594,7 @@ TECHNIQUES: dict[str, Technique] = {
         train__objective="dpo",
     ),
     "canonical": _key(
-        "train/step.py",
+        "parallel/data_parallel.py",
         train__world_size_invariant="true",
         train__microbatch_size="1",
         run__device="cpu",
@@ -651,7 +651,7 @@ LAYOUTS: list[str] = [
     "dpo, tp, dp_shard",
     "dpo, 1f1b",
     "dpo, ring, dp_shard",
-    "canonical, dp_replicate",
+    "canonical, dp_replicate, dp_shard",
     "selective, tp, persist, dp_shard",
     "full, ring, always",
     "budget, dp_shard, prefetch",

@@ -196,6 +196,15 @@ def check_loader() -> None:
                 expect(max(sizes) <= micro, "a microbatch is too large", module)
                 first = known.setdefault(consumed, rows)
                 expect(rows == first, f"rows on {groups} x {dp} ranks are others", module)
+        for dp, consumed in itertools.product((1, 2, 3), (0, 12, 24)):
+            ranks = [Loader(mixture, 7, 12, rank, dp, 1, is_strided=True) for rank in range(dp)]
+            in_turn = zip(*(loader.get_microbatches(consumed) for loader in ranks), strict=True)
+            rows = [
+                torch.cat((batch.tokens_BT, batch.targets_BT), 1)[0].tolist()
+                for microbatch in in_turn
+                for batch in microbatch
+            ]
+            expect(rows == known[consumed], f"rows of {dp} ranks in turn are others", module)
         flat = [tuple(row) for consumed in (0, 12, 24, 36) for row in known[consumed]]
         expect(len(set(flat)) == len(flat), "a row comes twice", module)
     loader = Loader(Mixture(sources[:1]), 7, 12, 0, 1, 3)
@@ -1301,6 +1310,27 @@ def check_skipped_steps() -> None:
             pairs = zip(before, read_all(), strict=False)  # moments do not exist before step 1
             same = [torch.equal(a, b) for a, b in pairs]
             expect(all(same) if skipped else not same[0], f"{name} {dtype}, step {step}", module)
+
+
+@check("unit: sum in a fixed order", ranks=3)
+def check_ordered_sum() -> None:
+    """Check the bits of sums over microbatches and ranks, in two steps."""
+    from weft.parallel.data_parallel import OrderedSum
+
+    module, group = "parallel/data_parallel.py", dist.group.WORLD
+    assert group is not None
+    add = OrderedSum(group)
+    torch.manual_seed(0)
+    for _, size in itertools.product(range(2), (7, 9)):
+        values_MRC = torch.randn(3, 3, size) * 10.0 ** torch.randint(-4, 4, (3, 3, size))
+        expected_C = torch.zeros(size)
+        for value_C in values_MRC.flatten(0, 1):
+            expected_C = expected_C + value_C
+        for microbatch, values_RC in enumerate(values_MRC):
+            own_C = values_RC[dist.get_rank()].clone()
+            add(own_C, microbatch == 2)
+            result_C = expected_C if microbatch == 2 else torch.zeros(size)
+            expect(torch.equal(own_C, result_C), f"{own_C.tolist()} is the sum", module)
 
 
 @check("unit: gather in two stages", ranks=4)

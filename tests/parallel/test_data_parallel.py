@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.harness import run_ranks
 from tests.parallel.sharded import (
@@ -417,23 +416,17 @@ def test_reshard_unsharded_model_is_unchanged() -> None:
 
 
 def try_impossible_groups() -> None:
-    def refuse(layout: Layout, message: str, ranks: list[int], tensor_parallel: bool) -> None:
-        shape = torch.tensor(ranks).view(1, 4, 1)
-        mesh = DeviceMesh("cpu", shape, mesh_dim_names=(*AXES, "tp"))
-        model = build_model()
-        if tensor_parallel:
-            plan = {f"layers.{i}.mlp.gate_proj": ColwiseParallel() for i in range(BLOCKS)}
-            parallelize_module(model, mesh["tp"], plan)
+    def refuse(layout: Layout, message: str, ranks: list[int]) -> None:
+        mesh = DeviceMesh("cpu", torch.tensor(ranks).view(1, 4), mesh_dim_names=AXES)
         with pytest.raises(ValueError, match=message):
-            build(layout, mesh[AXES], model)
+            build(layout, mesh, build_model())
 
     hierarchical = Layout(node_size=3, keys={"hierarchical_gather": True})
     divide = "=3 does not divide the 4"
     ordered = [0, 1, 2, 3]
-    refuse(Layout(reshard_after_forward=3), f"reshard_after_forward{divide}", ordered, False)
-    refuse(hierarchical, f"node_size{divide}", ordered, False)
-    refuse(Layout(reshard_after_forward=2), "tensor-parallel", ordered, True)
-    refuse(Layout(), "must ascend", [0, 2, 1, 3], False)
+    refuse(Layout(reshard_after_forward=3), f"reshard_after_forward{divide}", ordered)
+    refuse(hierarchical, f"node_size{divide}", ordered)
+    refuse(Layout(), "must ascend", [0, 2, 1, 3])
 
 
 def test_apply_fsdp_impossible_groups_are_refused() -> None:

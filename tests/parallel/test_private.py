@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_state,
 )
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 
 from tests.fake import counted_step
 from tests.harness import run_ranks
@@ -184,6 +184,85 @@ def test_move_fsdp_hooks_inner_unit_follows_the_outer_one() -> None:
             "done": [False] * 2,
             "gradient": [True],
         }
+
+
+def reshard_dtensors() -> dict[str, Any]:
+    """Return sizes of a tensor-parallel weight between forward and backward, and its gradient."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    inner = torch.nn.Linear(6, 8, bias=False)
+    full = inner.weight.detach().clone()
+    inner.weight = torch.nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(0)]))
+    inputs = (torch.arange(12.0) + dist.get_rank()).view(2, 6)
+    sizes: list[int] = []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        weight: Any = inner.weight
+        return torch.nn.functional.linear(x, weight.to_local())
+
+    inner.forward = multiply  # type: ignore[method-assign]
+    root = torch.nn.Sequential(inner, torch.nn.Linear(8, 1))
+    grid = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("copies", "shards"))
+    with private.use_reshard_mesh(grid):
+        fully_shard(inner, mesh=mesh["dp"], reshard_after_forward=2)
+    fully_shard(root, mesh=mesh["dp"])
+    private.allow_reshard_of_dtensors(inner)
+    for _ in range(2):
+        output = root(inputs).sum()
+        weight: Any = inner.weight
+        sizes.append(weight.to_local().numel())
+        output.backward()
+        sizes.append(inner.weight.to_local().numel())
+    head: Any = root[1].weight
+    expected = 2 * head.full_tensor().detach().T * torch.cat(all_inputs(inputs)).sum(0)
+    return {"sizes": sizes, "grad": inner.weight.grad.full_tensor() * 4, "expected": expected}
+
+
+def all_inputs(inputs: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(inputs) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, inputs)
+    return gathered
+
+
+def test_allow_reshard_of_dtensors_gathers_the_weight_among_fewer_ranks() -> None:
+    """After forward a rank has 24 of 48 elements, and after backward 12."""
+    for result in run_ranks(reshard_dtensors, 4, timeout=60):
+        assert result["sizes"] == [24, 12] * 2
+        torch.testing.assert_close(result["grad"], result["expected"])
+
+
+def reduce_by_hand() -> dict[str, Any]:
+    """Record the calls of a function that replaces the all-reduce, and the gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    unit: Any = torch.nn.Linear(4, 6, bias=False)
+    fully_shard(unit, mesh=mesh)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    calls: list[tuple[bool, float]] = []
+    groups: list[int] = []
+
+    def reduce(gradients: torch.Tensor, is_last: bool) -> None:
+        calls.append((is_last, gradients.sum().item()))
+        gradients.fill_(7.0 if is_last else 0.0)
+
+    private.replace_all_reduce(unit, lambda group: groups.append(group.size()) or reduce)
+    for is_last in (False, True):
+        unit.set_requires_all_reduce(is_last)
+        unit(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+    placements = [type(placement).__name__ for placement in unit.weight.placements]
+    return {"calls": calls, "grad": unit.weight.grad.to_local(), "placements": placements} | {
+        "groups": groups
+    }
+
+
+def test_replace_all_reduce_is_called_after_every_backward_pass() -> None:
+    """Before, the ranks of a shard group have added their 12 elements."""
+    for rank, result in enumerate(run_ranks(reduce_by_hand, 4, timeout=60)):
+        total = 12.0 * (3 if rank < 2 else 7)
+        assert result["calls"] == [(False, total), (True, total)]
+        assert result["groups"] == [2]
+        assert result["grad"].eq(7.0).all()
+        assert result["placements"] == ["Replicate", "Shard"]
 
 
 def test_allow_integer_params_need_no_gradient() -> None:

@@ -49,18 +49,41 @@ def test_ep_divides_the_shards_and_the_experts() -> None:
 
 
 def test_ep_incompatible_keys_are_refused() -> None:
-    assert (
-        "world_size_invariant"
-        in rejections(2, parallel__ep=2, train__world_size_invariant="true")["parallel.ep"]
-    )
-    assert "fit" in rejections(2, parallel__ep=2, parallel__dp_shard="fit")["parallel.ep"]
-    keys = {"parallel__ep": 2, "parallel__reshard_after_forward": 2}
-    assert (
-        "weights that parallel.ep shards" in rejections(4, **keys)["parallel.reshard_after_forward"]
-    )
+    keys = {"parallel__ep": 4, "parallel__reshard_after_forward": 6}
+    keys["train__global_batch_size"] = 48
+    message = rejections(24, **keys)["parallel.reshard_after_forward"]
+    assert "so its ranks split a group of ep. Use 1, 2, 4, 8, 12 or 24, always or never" in message
     keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch_size": 3}
     assert "mixture of experts" in rejections(2, **keys)["train.microbatch_size"]
     assert "grouped" in rejections(1, precision__float8="rowwise")["precision.float8"]
+
+
+def test_dp_shard_fit_has_whole_groups_of_experts() -> None:
+    """The smallest shard group that fits, of those that ``ep`` divides."""
+
+    def fitted(gib: float, **changes: Any) -> tuple[int, int]:
+        job = job_of(
+            parallel__dp_shard="fit",
+            train__global_batch_size=64,
+            train__microbatch_size=1,
+            **changes,
+        )
+        memory = int(gib * 2**30)
+        plan = resolve(job, Machine("cuda", 8, "NVIDIA H100", 16, 8, memory_bytes=memory))
+        return plan.dp_shard, plan.dp_replicate
+
+    small = {"model__expert_dim": 4096, "model__dim": 2048, "model__num_heads": 16}
+    assert fitted(400, **small) == (1, 16)
+    assert fitted(400, parallel__ep=4, **small) == (4, 4)
+    assert fitted(400, parallel__ep=8, parallel__cp=2, **small) == (4, 2)
+    # A rank gathers its own experts only, and keeps no others.
+    assert fitted(5, **small) == (8, 2)
+    assert fitted(3, parallel__ep=4, **small) == (8, 2)
+    kept = {"parallel__reshard_after_forward": "never", **small}
+    assert fitted(6, **kept) == (8, 2)
+    assert fitted(4, parallel__ep=4, **kept) == (4, 4)
+    rule = rejections(2, parallel__ep=4, parallel__dp_shard="fit")["parallel.ep"]
+    assert "does not divide the 2 ranks" in rule
 
 
 def test_flops_are_those_of_the_active_experts() -> None:

@@ -150,8 +150,6 @@ REFUSALS = [
     # Sharding.
     ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",
      "reshard_after_forward=4"),
-    ("tp=2 reshard_after_forward=2", 8, "reshard_after_forward", "weights that parallel.tp shards",
-     "always or never", "tp=2 reshard_after_forward=never"),
     ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "conflicts with parallel.dp_shard=fit",
      "remove the key", None),
 ]  # fmt: skip
@@ -275,6 +273,9 @@ def test_layout_degrees_fill_the_world() -> None:
         ("reshard_after_forward=2", 2),
         ("reshard_after_forward=8", True),  # all ranks: the same as always
         ("reshard_after_forward=1", False),
+        ("tp=2 reshard_after_forward=2", 2),
+        ("reshard_after_forward=2 train.world_size_invariant=true", False),
+        ("reshard_after_forward=8 train.world_size_invariant=true", False),
         ("pp=2", False),
         ("pp=2 reshard_after_forward=always", True),
         ("dp_replicate=8", False),  # weights are not sharded

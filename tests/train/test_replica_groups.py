@@ -60,6 +60,19 @@ WATCHED: Overrides = [
     ("resilience.step_timeout", "20"),
 ]
 LORA: Overrides = [("lora.rank", "4"), ("lora.alpha", "8")]
+EXPERTS: Overrides = [
+    ("model.kind", "moe"),
+    ("model.preset", "toy-moe"),
+    ("model.head_dim", "16"),
+    ("model.num_experts", "4"),
+    ("model.expert_dim", "24"),
+    ("model.balance_rate", "0.01"),
+    ("parallel.ep", "2"),
+]
+
+
+def of_one_rank(overrides: Overrides) -> Overrides:
+    return [(key, value) for key, value in overrides if not key.startswith("parallel.")]
 
 
 class Lighthouse:
@@ -133,7 +146,7 @@ def group_gradients(
 
 
 @needs_torchft
-@pytest.mark.parametrize(("size", "extra"), [(1, []), (2, []), (2, LORA)])
+@pytest.mark.parametrize(("size", "extra"), [(1, []), (2, []), (2, LORA), (2, EXPERTS)])
 @with_groups(2, 3)
 def test_replica_groups_gradients_equal_one_process(
     lighthouse: str,
@@ -149,7 +162,7 @@ def test_replica_groups_gradients_equal_one_process(
     job = [("data.packing", "documents"), *batch, *extra]
     arguments = (size, str(tmp_path / "meet"), lighthouse, job, str(store_path))
     ranks = run_ranks(group_gradients, size * count, *arguments)
-    (single,) = run_ranks(gradients, 1, job, str(store_path))
+    (single,) = run_ranks(gradients, 1, of_one_rank(job), str(store_path))
     for rank in ranks:
         assert rank["loss"] == pytest.approx(single["loss"], rel=1e-5)
         assert rank["norm"] == pytest.approx(single["norm"], rel=1e-4)
@@ -198,7 +211,13 @@ def check_weights(single: Path, shared: Path) -> None:
 @needs_torchft
 @pytest.mark.parametrize(
     ("size", "interval", "check", "extra"),
-    [(1, "10", "1", []), (1, "auto", "7", []), (2, "10", "1", []), (2, "10", "1", LORA)],
+    [
+        (1, "10", "1", []),
+        (1, "auto", "7", []),
+        (2, "10", "1", []),
+        (2, "10", "1", LORA),
+        (2, "10", "1", EXPERTS),
+    ],
 )
 @with_groups(2)
 def test_replica_groups_training_equals_one_group(
@@ -218,7 +237,7 @@ def test_replica_groups_training_equals_one_group(
     saves = ("checkpoint.interval", interval)
     job = [*WATCHED, saves, ("resilience.replica_check", check), *extra]
     single = tmp_path / "alone"
-    run_ranks(train_rank, 1, [*job, ("run.dir", str(single))], str(store_path))
+    run_ranks(train_rank, 1, [*of_one_rank(job), ("run.dir", str(single))], str(store_path))
     shared = ("checkpoint.dir", str(tmp_path / "checkpoints"))
     rendezvous = [("resilience.lighthouse", lighthouse), shared]
     arguments = (size, str(tmp_path / "g"), [*job, *rendezvous], [], str(store_path))

@@ -256,7 +256,8 @@ class TrainSection(Section):
     world_size_invariant: bool = key(
         False,
         "add gradients sequence by sequence in the order of the global batch, so that any number "
-        "of ranks computes bitwise the same weights; slower, and every rank keeps the whole model",
+        "of data-parallel ranks computes bitwise the same weights; slower, and dp_shard and cp "
+        "shard no weights",
     )
     objective: Text = key(
         "next_token",

@@ -386,6 +386,8 @@ class Loader:
         global_batch_size: sequences per step, over all ranks.
         dp_rank, dp_size: data-parallel rank and number of ranks.
         microbatch_size: sequences per Batch.
+        is_strided: rank r has the sequences r, r + dp_size, ... of a global batch, so that
+            microbatch m of all ranks together does not depend on ``dp_size``.
 
     Raises:
         ValueError: ``dp_size`` does not divide ``global_batch_size``.
@@ -397,6 +399,7 @@ class Loader:
     dp_rank: int
     dp_size: int
     microbatch_size: int
+    is_strided: bool = False
     _sampler: MixtureSampler = field(init=False, compare=False)
     _cached_samples: dict[tuple[int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
@@ -418,7 +421,8 @@ class Loader:
         The global batch is the ``global_batch_size`` samples from position ``consumed`` on.  Rank r
         has the contiguous slice [r GB / dp, (r + 1) GB / dp), split into consecutive microbatches;
         the last may be smaller.  Concatenated over ranks, the batches are the global batch in
-        order, for any ``dp_size`` and ``microbatch_size``.
+        order, for any ``dp_size`` and ``microbatch_size``.  With ``is_strided`` they are in the
+        order of rank 0's first, rank 1's first, and so on.
 
         With several replica groups this holds inside each group's slice.  Slices may differ by
         ``dp_size`` sequences; a group without sequences gets one without targets.
@@ -428,7 +432,8 @@ class Loader:
             sequences_per_rank * n // num_groups for n in (replica_group, replica_group + 1)
         )
         num_sequences = max(1, end - begin)
-        first = consumed + begin * self.dp_size + self.dp_rank * num_sequences
+        step = 1 if self.is_strided else num_sequences
+        first = consumed + begin * self.dp_size + self.dp_rank * step
         batch = self.mixture.get_batch(*self._samples(first, num_sequences))
         if begin == end:
             batch.targets_BT.fill_(IGNORE_INDEX)
@@ -437,14 +442,15 @@ class Loader:
         return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]
 
     def _samples(self, first: int, num_sequences: int) -> Ints:
-        """Return source and index of ``num_sequences`` positions from ``first``: (2, n)."""
+        """Return source and index of ``num_sequences`` of a rank from ``first``: (2, n)."""
         samples = self._cached_samples.get((first, num_sequences))
         if samples is None:
             # Also for the next steps: numpy takes about as long for many positions as for few.
             firsts = first + self.global_batch_size * np.arange(
                 max(1, LOOKUP_POSITIONS // num_sequences)
             )
-            positions = (firsts[:, None] + np.arange(num_sequences)).ravel()
+            step = self.dp_size if self.is_strided else 1
+            positions = (firsts[:, None] + np.arange(num_sequences) * step).ravel()
             located = self._find_samples(positions).reshape(2, -1, num_sequences)
             self._cached_samples.clear()
             for position, part in zip(firsts.tolist(), located.transpose(1, 0, 2), strict=True):

@@ -77,9 +77,9 @@ KERNELS_PER_LAYER = (70, 25)
 def supports_formulas(plan: Plan) -> bool:
     """Return True if the formulas describe the model and the pipeline schedule.
 
-    The model is a Llama-like decoder with all parameters trained; a file of a schedule is not
-    supported.  The formulas leave out norms of queries and keys, and those after attention and
-    feed-forward.
+    The model is a Llama-like decoder with all parameters trained; a file of a schedule and
+    ``train.world_size_invariant`` are not supported.  The formulas leave out norms of queries and
+    keys, and those after attention and feed-forward.
     """
     model = plan.model
     is_dense = (
@@ -89,7 +89,8 @@ def supports_formulas(plan: Plan) -> bool:
         and model.has_plain_attention(plan.seq_len)
     )
     is_trained = plan.num_trainable_params == plan.num_params
-    return is_dense and is_trained and not (plan.pipeline and plan.pipeline.has_schedule_file)
+    has_schedule_file = plan.pipeline is not None and plan.pipeline.has_schedule_file
+    return is_dense and is_trained and not has_schedule_file and not plan.world_size_invariant
 
 
 class DecoderFormulas:
@@ -122,7 +123,7 @@ class DecoderFormulas:
         self.ffn: float = config.ffn_dim / plan.tp
         self.vocab: float = config.vocab_size / plan.tp
         self.is_tied = config.tied_embeddings
-        self.shards = plan.dp_shard * plan.cp
+        self.shards = plan.fsdp_size
         self.zero = 0 if self.shards == 1 else 2 if plan.reshard_after_forward is False else 3
         self.sequence_parallel = plan.sequence_parallel
         self.tp_overlap: Overlap = "async" if plan.async_tp else "exposed"

@@ -135,6 +135,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             blocks,
             mesh.param_mesh["dp_replicate", "dp_shard"],
             job.parallel,
+            sums_in_order=plan.world_size_invariant,
             compute_dtype=getattr(torch, plan.compute_dtype),
             reduce_dtype=getattr(torch, plan.reduce_dtype),
             reshard_after_forward=plan.reshard_after_forward,

@@ -37,7 +37,6 @@ This module does not choose the group sizes: `weft.plan.resolve` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,16 +45,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from weft.config.schema import ParallelSection
-from weft.parallel.dtensor import is_dtensor, num_shards
+from weft.parallel.dtensor import num_shards
 from weft.parallel.mesh import create_mesh
 from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.private import (
     all_gather,
     allow_integer_params,
+    allow_reshard_of_dtensors,
     is_fsdp_unit,
     move_fsdp_hooks,
+    replace_all_reduce,
     use_reshard_mesh,
     use_symmetric_memory,
 )
@@ -76,6 +78,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool | int,
     node_size: int | None,
+    sums_in_order: bool = False,
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
@@ -92,46 +95,40 @@ def apply_fsdp(
             ``cpu_offload``, ``symmetric_memory`` and ``hierarchical_gather``.
         compute_dtype: dtype of gathered parameters, and so of forward and backward.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
-        reshard_after_forward: applies to the blocks.  A number: ranks that share one copy.
+        reshard_after_forward: applies to the blocks.  A number: ranks that share one copy; of
+            ``experts`` on an ``expert_mesh``, the ranks of those that have the same experts.
         node_size: consecutive ranks of a shard group on one node; None: all, or a varying number.
             Used by ``hierarchical_gather`` only.
+        sums_in_order: reduce the gradients of each backward pass as `OrderedSum` does.
         experts: modules of ``blocks`` whose parameters are stacks of matrices.
         expert_mesh: like ``mesh``, makes each of ``experts`` a unit; None: part of its block.
 
     Raises:
         ValueError: if ``reshard_after_forward`` or ``node_size`` does not divide the shard group,
-            ``reshard_after_forward`` is a number and the blocks are tensor parallel, or the ranks
-            of a shard group do not ascend along the mesh.
+            or the ranks of a shard group do not ascend along the mesh.
     """
     from torch.distributed.fsdp import fully_shard
 
-    assert mesh.mesh_dim_names is not None
-    shard_mesh = mesh[mesh.mesh_dim_names[-1]]
-    ranks = shard_mesh.mesh.tolist()
-    if ranks != sorted(ranks):
-        # FSDP numbers shards as the process group does, in ascending order of ranks.  DTensor
-        # numbers them along the mesh.
-        raise ValueError(f"the ranks of a shard group must ascend along the mesh, not {ranks}")
+    shard_mesh = _shard_mesh(mesh)
     options = _fsdp_policies(parallel, mesh.device_type, compute_dtype, reduce_dtype)
-
-    def drop_trivial_replicas(mesh: DeviceMesh) -> DeviceMesh:
-        assert mesh.mesh_dim_names is not None
-        return mesh if mesh.size(0) > 1 else mesh[mesh.mesh_dim_names[-1]]
-
     threshold = parallel.param_persistence_threshold
     expert_units = experts if expert_mesh is not None else ()
     expert_params = {param for module in expert_units for param in module.parameters()}
     block_params = {p for block in blocks for p in block.parameters() if p.numel() >= threshold}
     block_params |= expert_params
-    with (
-        allow_integer_params(),
-        _reshard_context(shard_mesh, reshard_after_forward, blocks) as reshard_blocks,
-    ):
+    reshard_blocks, reshard_mesh = _build_reshard(shard_mesh, reshard_after_forward)
+    reshard_experts, expert_reshard_mesh = reshard_blocks, reshard_mesh
+    if expert_mesh is not None:
+        ep = shard_mesh.size() // expert_mesh.size(1)
+        reshard_experts, expert_reshard_mesh = _build_reshard(
+            _shard_mesh(expert_mesh), reshard_blocks, ep
+        )
+    with allow_integer_params(), use_reshard_mesh(reshard_mesh):
         # The root unit has all parameters that no block has.  Both ends of the forward pass (the
         # embedding and the head) need it, so it stays gathered.  Parameters that are too small to
         # be worth a gather join it: the blocks that use them need no hooks for them, and
         # activation checkpointing needs no special case.
-        options["mesh"] = drop_trivial_replicas(mesh)
+        options["mesh"] = _drop_trivial_replicas(mesh)
         fully_shard(model, reshard_after_forward=False, ignored_params=block_params, **options)
         # When FSDP reshards over some of the ranks, it shards dim 0 only.
         any_dim = isinstance(reshard_blocks, bool)
@@ -141,10 +138,11 @@ def apply_fsdp(
             inner_units = _submodules_in(block, expert_units)
             for module in inner_units:
                 assert expert_mesh is not None
-                expert_options = options | {"mesh": drop_trivial_replicas(expert_mesh)}
-                if any_dim:
+                expert_options = options | {"mesh": _drop_trivial_replicas(expert_mesh)}
+                if isinstance(reshard_experts, bool):
                     expert_options["shard_placement_fn"] = _choose_shard_dim(expert_mesh.size(1))
-                fully_shard(module, reshard_after_forward=reshard_blocks, **expert_options)
+                with use_reshard_mesh(expert_reshard_mesh):
+                    fully_shard(module, reshard_after_forward=reshard_experts, **expert_options)
             root_params = {param for param in block.parameters() if param.numel() < threshold}
             fully_shard(
                 block,
@@ -155,15 +153,20 @@ def apply_fsdp(
             for module in inner_units:
                 move_fsdp_hooks(module, block)
 
-    _set_communication(model, shard_mesh, parallel, node_size)
+    _set_communication(model, shard_mesh, parallel, node_size, sums_in_order)
     for unit in _fsdp_modules(model):
-        unit.keeps_unsharded = unit is model or reshard_blocks is False
+        reshard_unit = reshard_experts if unit in expert_units else reshard_blocks
+        unit.keeps_unsharded = unit is model or reshard_unit is False
     units_by_block = [[block, *_submodules_in(block, expert_units)] for block in blocks]
     _set_prefetch(model, units_by_block, parallel.fsdp_prefetch)
 
 
 def _set_communication(
-    model: nn.Module, shard_mesh: DeviceMesh, parallel: ParallelSection, node_size: int | None
+    model: nn.Module,
+    shard_mesh: DeviceMesh,
+    parallel: ParallelSection,
+    node_size: int | None,
+    sums_in_order: bool,
 ) -> None:
     """Choose how units gather parameters and reduce gradients; a collective."""
     gather: HierarchicalAllGather | None = None
@@ -175,6 +178,9 @@ def _set_communication(
         # A divide factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        allow_reshard_of_dtensors(unit)
+        if sums_in_order:
+            replace_all_reduce(unit, OrderedSum)
         if gather is not None:
             unit.set_custom_all_gather(gather)
         if parallel.symmetric_memory:
@@ -226,6 +232,21 @@ def _choose_shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     return shard_placement_fn
 
 
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    assert mesh.mesh_dim_names is not None
+    shard_mesh = mesh[mesh.mesh_dim_names[-1]]
+    ranks = shard_mesh.mesh.tolist()
+    if ranks != sorted(ranks):
+        # FSDP numbers shards as the process group does, in ascending order of ranks.  DTensor
+        # numbers them along the mesh.
+        raise ValueError(f"the ranks of a shard group must ascend along the mesh, not {ranks}")
+    return shard_mesh
+
+
+def _drop_trivial_replicas(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh if mesh.size(0) > 1 else _shard_mesh(mesh)
+
+
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if is_fsdp_unit(module))
 
@@ -236,29 +257,22 @@ def check_divides(name: str, number: int, degree: int) -> None:
         raise ValueError(f"{name}={number} does not divide the {degree} ranks of a shard group")
 
 
-@contextmanager
-def _reshard_context(
-    mesh: DeviceMesh, reshard_after_forward: bool | int, blocks: list[nn.Module]
-) -> Iterator[bool | int]:
-    """Yield the ``reshard_after_forward`` to pass to `fully_shard` in this context.
+def _build_reshard(
+    mesh: DeviceMesh, reshard_after_forward: bool | int, ep: int = 1
+) -> tuple[bool | int, DeviceMesh | None]:
+    """Return ``reshard_after_forward`` as `fully_shard` takes it, and its mesh.
 
     Collective if it is a number of ranks: all ranks of the world create one mesh.
     """
     ranks = reshard_after_forward
     if not isinstance(ranks, bool):
+        ranks = max(1, ranks // ep)  # of the ranks that share one copy, those with the same experts
         check_divides("reshard_after_forward", ranks, mesh.size())
         ranks = {1: False, mesh.size(): True}.get(ranks, ranks)
     if isinstance(ranks, bool):
-        yield ranks
-        return
-    if any(is_dtensor(param) for block in blocks for param in block.parameters()):
-        rule = "FSDP cannot reshard tensor-parallel weights over fewer ranks"
-        raise ValueError(
-            f"reshard_after_forward={ranks} is not possible: {rule}. Use True or False."
-        )
-    reshard = create_mesh(mesh.device_type, mesh.mesh.view(-1, ranks), ("copies", "shards"), {})
-    with use_reshard_mesh(reshard):
-        yield ranks
+        return ranks, None
+    grid = mesh.mesh.view(-1, ranks)
+    return ranks, create_mesh(mesh.device_type, grid, ("copies", "shards"), {})
 
 
 def _set_prefetch(root: Any, blocks: list[list[Any]], depth: int) -> None:
@@ -305,6 +319,43 @@ def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", 
         if unit.keeps_unsharded:
             # Keep parameters from one microbatch for the next: one gather per step.
             unit.set_reshard_after_backward(last, recurse=False)
+
+
+class OrderedSum:
+    """Sum of a unit's gradients over replicas and microbatches, in a fixed order.
+
+    A floating-point sum depends on its order.  An all-reduce of the sums of each rank orders them
+    by rank, then by microbatch, so its bits depend on the number of ranks.  Here microbatch m of
+    rank 0 comes first, then microbatch m of rank 1, and so on, then microbatch m + 1 of rank 0: the
+    order of a global batch that is dealt to the ranks in turn (`weft.data.loader.Loader`).  Each
+    rank adds its share of the elements, after an all-to-all.  Float addition has no other freedom.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.total_C: Tensor | None = None  # this rank's share of the running sums of a step
+
+    def __call__(self, gradients: Tensor, is_last: bool) -> None:
+        """Add the gradients of a microbatch, a flat tensor; a collective.
+
+        Args:
+            gradients: become the sums of the step if ``is_last``, else zeros.
+            is_last: True for the last microbatch.
+        """
+        ranks = self.group.size()
+        sent_RC = pad(gradients, (0, -len(gradients) % ranks)).view(ranks, -1)
+        received_RC = torch.empty_like(sent_RC)
+        dist.all_to_all_single(received_RC, sent_RC, group=self.group)
+        total_C, *others = received_RC if self.total_C is None else (self.total_C, *received_RC)
+        for received_C in others:
+            total_C = total_C + received_C
+        self.total_C = None if is_last else total_C
+        if is_last:
+            sums = sent_RC.flatten()
+            all_gather(sums, total_C, self.group)
+            gradients.copy_(sums[: len(gradients)])
+        else:
+            gradients.zero_()
 
 
 def reshard(model: nn.Module) -> None:

@@ -4,7 +4,9 @@ Parameters and tokens are split over the same ranks in two ways.  Parameters are
 axes ``pp, dp_replicate, dp_shard, tp``.  The ranks of a context-parallel group hold the same
 parameters and different tokens, as data-parallel ranks do, so FSDP counts them in ``dp_shard``.
 Tokens are also split over ``cp``, which has its own process group.  With expert parallelism, expert
-weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.
+weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.  With
+``train.world_size_invariant`` no weight is sharded over data-parallel ranks: all of them, and the
+ranks of ``cp``, are ``dp_replicate``.
 
 `weft.plan.placement` chooses the order of the axes over the ranks.
 """
@@ -64,14 +66,18 @@ def build_mesh(plan: Plan) -> Mesh:
     ranks = torch.arange(plan.world_size).reshape([plan.axis_sizes[a] for a in plan.axis_order])
     ranks = ranks.permute([plan.axis_order.index(axis) for axis in AXES])
     groups: Groups = {}
-    shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp)
+    replicas = plan.dp_size * plan.cp // plan.fsdp_size
+    shape = (plan.pp, replicas, plan.fsdp_size, plan.tp)
     param_mesh = create_mesh(plan.device, ranks.reshape(shape), PARAMETER_AXES, groups)
     if plan.cp > 1:
         cp_ranks = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         groups["cp"] = create_group(plan.device, cp_ranks, "cp")
     expert_mesh = None
     if plan.ep > 1:
-        expert_ranks = ranks.reshape(*shape[:2], -1, plan.ep, plan.tp)
+        if plan.world_size_invariant:  # fewer ranks have replicas of an expert
+            replicas //= plan.ep
+            groups["dp x cp"] = groups.pop("dp_replicate")
+        expert_ranks = ranks.reshape(plan.pp, replicas, -1, plan.ep, plan.tp)
         expert_mesh = create_mesh(plan.device, expert_ranks, EXPERT_AXES, groups)
     own = rank_to_coordinates(dist.get_rank(), plan.axis_sizes, plan.axis_order)
     tied_ranks = set(plan.tied_ranks or ())

@@ -262,7 +262,7 @@ def set_grad_scaling(optimizer: Any, found_inf: Tensor, grad_scale: Tensor | Non
 # --------------------------------------------------------------------------- meshes and FSDP
 
 
-def use_reshard_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
+def use_reshard_mesh(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
     """Make `fully_shard` reshard over ``mesh`` (copies, shards) in this context.
 
     By default, it creates a mesh per block.  This costs process groups (pytorch#153302), and hangs
@@ -270,6 +270,22 @@ def use_reshard_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
     """
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
     return patch_attribute(module, "DeviceMesh", lambda *args: mesh)
+
+
+def allow_reshard_of_dtensors(unit: Any) -> None:
+    """Let an FSDP unit reshard tensor-parallel weights over some of the ranks.
+
+    FSDP refuses, because it has no placements for the DTensor that it puts in the module until the
+    next gather.  Nothing reads that DTensor in weft.  The gather reads the flat shard beside it.
+    """
+    for group in _param_groups(_fsdp_state(unit)):
+        for param in group.fsdp_params:
+
+            def reshard(param: Any = param, original: Any = param.to_sharded_post_forward) -> None:
+                with patch_attribute(param, "is_dtensor", False):
+                    original()
+
+            param.to_sharded_post_forward = reshard
 
 
 def allow_integer_params() -> AbstractContextManager[None]:
@@ -299,6 +315,36 @@ def move_fsdp_hooks(inner: nn.Module, outer: nn.Module) -> None:
         state._pre_forward, prepend=True, with_kwargs=True
     )
     state._post_forward_hook_handle = outer.register_forward_hook(state._post_forward)
+
+
+def replace_all_reduce(unit: Any, create: Callable[[Any], Callable[[Tensor, bool], None]]) -> None:
+    """Replace an FSDP unit's all-reduce by a function of every backward pass.
+
+    FSDP's own hook (``set_all_reduce_hook``) follows the all-reduce over replicas, and FSDP calls
+    neither before the last microbatch of a step.  Without replicas it always calls the hook.  So
+    the unit reduces as if it had none; its parameters still know their replicas.
+
+    Args:
+        unit: unchanged if it has no replicas.
+        create: takes the group of the replicas; returns the function, which takes the flat
+            gradients of the unit, and True in the last microbatch.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    for params in _param_groups(_fsdp_state(unit)):  # one; a stage's root may have none
+        mesh = params.mesh_info.mesh
+        if mesh.ndim == 1:
+            continue
+        reduce, shard_mesh = create(mesh.get_group(0)), mesh[mesh.mesh_dim_names[1]]
+        shards = FSDPMeshInfo(shard_mesh, shard_mesh_dim=0)
+        if params.post_forward_mesh_info is params.mesh_info:  # reshards over all shards
+            params.post_forward_mesh_info = shards
+        params.mesh_info = shards
+        unit.set_all_reduce_hook(
+            lambda gradients, params=params, reduce=reduce: reduce(
+                gradients, params.all_reduce_grads
+            )
+        )
 
 
 class ShardedParameter(NamedTuple):

@@ -151,7 +151,7 @@ def _resolve_microbatch_size(
     num_stages: int,
 ) -> int:
     """Return the microbatch size; if the schedule rejects it, add an error, return 1."""
-    requested = job.train.microbatch_size
+    requested = 1 if job.train.world_size_invariant else job.train.microbatch_size
     depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
 
     sizes: set[int] = {*range(1, min(local_batch_size, MAX_AUTO_MICROBATCH_SIZE) + 1)}

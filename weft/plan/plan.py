@@ -150,7 +150,7 @@ class Plan:
     global_batch_size: int  # sequences
     local_batch_size: int  # sequences per rank
     microbatch_size: int  # sequences per forward pass; the last may have fewer
-    world_size_invariant: bool  # unsharded parameters, one sequence per forward pass
+    world_size_invariant: bool  # one sequence per forward pass; see `fsdp_size`
     num_microbatches: int  # forward passes per rank
     pipeline: PipelinePlan | None  # None if pp is 1
     reshard_after_forward: bool | int  # as fully_shard takes it
@@ -260,7 +260,12 @@ class Plan:
     @property
     def uses_fsdp(self) -> bool:
         """Return True if FSDP gathers parameters and reduces gradients."""
-        return not self.world_size_invariant and (self.world_size > 1 or self.cpu_offload)
+        return self.world_size > 1 or self.cpu_offload
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that FSDP shards a parameter over; 1 with ``train.world_size_invariant``."""
+        return 1 if self.world_size_invariant else self.dp_shard * self.cp
 
     @property
     def schedule_name(self) -> str:

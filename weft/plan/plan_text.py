@@ -212,9 +212,10 @@ def _describe_peak(plan: Plan) -> str:
 
 
 def _describe_sharding(plan: Plan) -> str:
-    fsdp_size = plan.dp_shard * plan.cp
+    fsdp_size = plan.fsdp_size
     if fsdp_size == 1:
-        return "none: every rank holds its part of the model unsharded"
+        text = "none: every rank holds its part of the model unsharded"
+        return text + "; gradients are added in a fixed order" * plan.world_size_invariant
     reshard = plan.reshard_after_forward
     if isinstance(reshard, bool):
         gathered = "freed after forward" if reshard else "kept for the step"
@@ -248,10 +249,11 @@ def estimate_memory_bytes(plan: Plan) -> float | None:
     bytes_per_param = state_bytes_per_param(
         plan.job,
         cost,
-        plan.dp_shard * plan.cp,
+        plan.fsdp_size,
         has_unsharded_params=plan.reshard_after_forward is False,
         has_unsharded_gradients=plan.gradient_sync == "step" and plan.num_microbatches > 1,
         compute_bytes=compute_bytes,
+        ep=plan.ep,
     )
     stages_by_rank = plan.pipeline.stages_by_rank if plan.pipeline else []
     stage_bytes = [math.fsum(stage.memory_bytes for stage in stages) for stages in stages_by_rank]

@@ -45,11 +45,6 @@ class EffectRule:
     remedy: str = ""
 
 
-def _num_shards(plan: Plan) -> int:
-    """Return the ranks that shard a parameter; 1 if every rank holds it unsharded."""
-    return 1 if plan.world_size_invariant else plan.dp_shard * plan.cp
-
-
 def _is_user_defined(name: str) -> bool:
     """Return True for a user's ``module:function``, which may read every key."""
     return ":" in name
@@ -64,7 +59,7 @@ _CONTEXT_PARALLEL = EffectRule(
     "Set parallel.cp above 1",
 )
 _SHARDED = EffectRule(
-    lambda plan: _num_shards(plan) > 1,
+    lambda plan: plan.fsdp_size > 1,
     "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or "
     "train.world_size_invariant is true)",
     "Set parallel.dp_shard above 1",
@@ -150,20 +145,23 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "Set parallel.pp and parallel.dp_replicate above 1",
     ),
     "parallel.reshard_after_forward": EffectRule(
-        lambda plan: _num_shards(plan) > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
+        lambda plan: plan.fsdp_size > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
         "no parameters are sharded, so none are gathered",
         "Set parallel.dp_shard above 1",
     ),
     "parallel.gradient_sync": EffectRule(
-        lambda plan: plan.num_microbatches > 1 and plan.dp_size * plan.cp > 1,
-        "a step reduces gradients once: it has one microbatch, or one rank to reduce over",
+        lambda plan: (
+            not plan.world_size_invariant and min(plan.num_microbatches, plan.dp_size * plan.cp) > 1
+        ),
+        "a step reduces gradients once: it has one microbatch, or one rank to reduce over; or "
+        "train.world_size_invariant reduces those of each sequence",
         "Set a smaller train.microbatch_size",
     ),
     "parallel.hierarchical_gather": EffectRule(
         lambda plan: (
-            _num_shards(plan) > 1
+            plan.fsdp_size > 1
             and plan.shard_ranks_per_node is not None
-            and 1 < plan.shard_ranks_per_node < _num_shards(plan)
+            and 1 < plan.shard_ranks_per_node < plan.fsdp_size
         ),
         "no shard group has several ranks on each of several nodes (parallel.dp_shard)",
         "Shard over more ranks than a node has",
@@ -171,7 +169,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "parallel.symmetric_memory": _SHARDED,
     "parallel.fsdp_prefetch": _SHARDED,
     "parallel.param_persistence_threshold": EffectRule(
-        lambda plan: _num_shards(plan) > 1 and plan.reshard_after_forward is not False,
+        lambda plan: plan.fsdp_size > 1 and plan.reshard_after_forward is not False,
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
         "Set parallel.reshard_after_forward=always",
     ),
@@ -183,8 +181,8 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "Set parallel.pp above 1 without pipeline.layers_per_stage",
     ),
     "precision.reduce_dtype": EffectRule(
-        lambda plan: plan.uses_fsdp,
-        "FSDP reduces no gradients (one rank, or train.world_size_invariant)",
+        lambda plan: plan.uses_fsdp and not plan.world_size_invariant,
+        "the run has one rank, or adds gradients in float32 (train.world_size_invariant)",
     ),
     "precision.float8_exclude": _FLOAT8,
     "precision.float8_small": _FLOAT8,

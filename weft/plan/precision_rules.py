@@ -33,10 +33,6 @@ def check_float8(
     key, recipe = "precision.float8", section.float8
     if recipe == "none":
         return
-    if job.train.world_size_invariant:
-        rule = "is not supported with train.world_size_invariant, which computes in float32"
-        remedy = "use none, or train.world_size_invariant=false"
-        errors.add(key, rule, remedy, ("train.world_size_invariant",))
     if compute_dtype == "float32" and not emulated:
         rule = f"produces bfloat16, but precision.compute_dtype is {compute_dtype}"
         remedy = "use precision.compute_dtype=bfloat16, or none"

@@ -46,6 +46,7 @@ from weft.plan.rules import (
 from weft.plan.sharding import (
     check_state_dtype,
     fit_dp_shard,
+    fsdp_size,
     resolve_gradient_sync,
     resolve_reshard,
     state_bytes_per_param,
@@ -128,7 +129,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     check_layout(errors, job, model, family, degrees)
     hardware = machine.device, machine.peer_access
     check_device(errors, job, model, *hardware, degrees, local_world_size)
-    check_world_size_invariant(errors, job, degrees, compute_dtype)
+    check_world_size_invariant(errors, job)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
     check_float8(errors, job, model, family, degrees, compute_dtype, emulated)
@@ -170,7 +171,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         gradient_sync=batch.gradient_sync,
         tokens_per_step=train.global_batch_size * train.seq_len,
         compute_dtype=compute_dtype,
-        reduce_dtype=job.precision.reduce_dtype,
+        reduce_dtype="float32" if train.world_size_invariant else job.precision.reduce_dtype,
         model=model,
         num_params=cost.num_params + (cost.trainable_params if cost.lora_rank else 0),
         num_active_params=cost.active_params,
@@ -301,10 +302,11 @@ def _resolve_batch(
         bytes_per_param = state_bytes_per_param(
             job,
             cost,
-            degrees.fsdp_size,
+            fsdp_size(job, degrees),
             has_unsharded_params=reshard is False,
             has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
+            ep=degrees.ep,
         )
         pipeline, microbatch_size = resolve_pipeline(
             errors,

@@ -146,23 +146,11 @@ def check_device(
         errors.add(key, rule, f"use parallel.tp={local_world_size} or less", DEGREE_KEYS)
 
 
-def check_world_size_invariant(
-    errors: ConfigErrors, job: Job, degrees: ParallelDims, compute_dtype: str
-) -> None:
-    """Check that no key makes the numbers depend on the number of ranks."""
-    if not job.train.world_size_invariant:
-        return
-    key, rule = "train.world_size_invariant", "supports only data parallelism in float32"
-    for axis in ("tp", "pp", "cp"):
-        if getattr(degrees, axis) > 1:
-            errors.add(key, rule, f"use parallel.{axis}=1, or train.world_size_invariant=false")
-    if compute_dtype != "float32":
-        remedy = "use precision.compute_dtype=float32, or train.world_size_invariant=false"
-        errors.add(key, rule, remedy)
-    if job.parallel.cpu_offload:
-        errors.add(key, "does not support CPU offload", "use parallel.cpu_offload=false")
-    if job.train.microbatch_size not in ("auto", 1):
-        rule = "must be 1 with train.world_size_invariant"
+def check_world_size_invariant(errors: ConfigErrors, job: Job) -> None:
+    """Check that each forward pass has one sequence."""
+    key = "train.world_size_invariant"
+    if job.train.world_size_invariant and job.train.microbatch_size not in ("auto", 1):
+        rule = f"must be 1 with {key}"
         errors.add("train.microbatch_size", rule, "use 1 or auto", (key,))
 
 
@@ -177,8 +165,9 @@ def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims)
     if degrees.pp > 1:  # a pipeline schedule has a fixed number of microbatches
         errors.add("parallel.pp", rule, "use parallel.pp=1", (key,))
     if job.train.world_size_invariant:
+        order = f"{rule}: the number of groups changes the order in which they add their sums"
         remedy = "use train.world_size_invariant=false"
-        errors.add("train.world_size_invariant", rule, remedy, (key,))
+        errors.add("train.world_size_invariant", order, remedy, (key,))
     if job.resilience.on_anomaly != "stop":
         errors.add("resilience.on_anomaly", rule, "use stop", (key,))
     if job.train.objective == "dpo":  # its reference log-probabilities are in the run directory
@@ -381,9 +370,6 @@ def _check_sharding(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> No
         rule = f"does not divide the {fsdp_size} ranks of a shard group (dp_shard x cp)"
         remedy = f"use {format_choices(divisors(fsdp_size))}, always or never"
         errors.add(key, rule, remedy, DEGREE_KEYS)
-    elif isinstance(reshard, int) and degrees.tp > 1 and 1 < reshard < fsdp_size:
-        rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.tp shards"
-        errors.add(key, rule, "use always or never", ("parallel.tp",))
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
         rule = "conflicts with parallel.dp_shard=fit, which chooses the number of replicas"
         errors.add("parallel.dp_replicate", rule, "remove the key")
@@ -407,14 +393,9 @@ def _check_expert_parallel(
             rule = f"does not divide the {num_experts} experts"
         depends = (*DEGREE_KEYS, "model.num_experts")
         errors.add(key, rule, f"use {format_choices(valid)}", depends)
-    if parallel.dp_shard == "fit":
-        rule = "is not supported with parallel.dp_shard=fit"
-        errors.add(key, rule, "use a number for parallel.dp_shard")
-    if job.train.world_size_invariant:
-        rule = "is not supported with train.world_size_invariant"
-        remedy = "use 1, or train.world_size_invariant=false"
-        errors.add(key, rule, remedy, ("train.world_size_invariant",))
     reshard = parallel.reshard_after_forward
-    if isinstance(reshard, int) and 1 < reshard < degrees.fsdp_size:
-        rule = "is not supported: FSDP2 cannot partially reshard weights that parallel.ep shards"
-        errors.add("parallel.reshard_after_forward", rule, "use always or never", (key,))
+    if isinstance(reshard, int) and reshard % ep and ep % reshard:
+        rule = f"is neither a multiple nor a divisor of ep={ep}, so its ranks split a group of ep"
+        groups = [n for n in divisors(degrees.fsdp_size) if n % ep == 0 or ep % n == 0]
+        remedy = f"use {format_choices(groups)}, always or never"
+        errors.add("parallel.reshard_after_forward", rule, remedy, (key,))

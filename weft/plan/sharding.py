@@ -33,16 +33,21 @@ MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK_SIZE}
 MAX_UNSHARDED_GRADIENT_BYTES = 2 * GIB
 
 
+def fsdp_size(job: Job, degrees: ParallelDims) -> int:
+    """Return the ranks that FSDP shards a parameter over."""
+    return 1 if job.train.world_size_invariant else degrees.fsdp_size
+
+
 def resolve_reshard(job: Job, degrees: ParallelDims) -> bool | int:
     """Return ``parallel.reshard_after_forward`` as fully_shard takes it."""
-    requested = job.parallel.reshard_after_forward
+    requested, ranks = job.parallel.reshard_after_forward, fsdp_size(job, degrees)
     if requested == "auto":
         # A pipeline runs several forward passes before the first backward pass.  An all-gather
         # for each of them costs more than it saves.
-        return degrees.pp == 1 and degrees.fsdp_size > 1
+        return degrees.pp == 1 and ranks > 1
     if isinstance(requested, int):
         # Resharding over one rank keeps the parameters; over all ranks it frees them.
-        return {1: False, degrees.fsdp_size: degrees.fsdp_size > 1}.get(requested, requested)
+        return requested if 1 < requested < ranks else 1 < ranks == requested
     return requested == "always"
 
 
@@ -51,6 +56,8 @@ def resolve_gradient_sync(
 ) -> Literal["microbatch", "step"]:
     """Return ``parallel.gradient_sync``; auto: step, unless gradients are large."""
     requested = job.parallel.gradient_sync
+    if job.train.world_size_invariant:
+        return "microbatch"
     if requested != "auto":
         return requested
     is_small = 4 * params / (degrees.tp * degrees.pp) <= MAX_UNSHARDED_GRADIENT_BYTES
@@ -87,7 +94,8 @@ def fit_dp_shard(
         errors.add(key, rule, "use a number, or auto")
         return degrees
     reshard = resolve_reshard(job, degrees)
-    gradient_sync = resolve_gradient_sync(job, reshard, cost.trainable_params, degrees)
+    local_params = cost.trainable_params - cost.expert_params * (1 - 1 / degrees.ep)
+    gradient_sync = resolve_gradient_sync(job, reshard, local_params, degrees)
     microbatch_size: int | str = job.train.microbatch_size
     if isinstance(microbatch_size, str):  # auto
         microbatch_size = max(1, job.train.global_batch_size // degrees.dp_size)
@@ -99,10 +107,11 @@ def fit_dp_shard(
         bytes_per_param = state_bytes_per_param(
             job,
             cost,
-            dp_shard * degrees.cp,
+            fsdp_size(job, replace(degrees, dp_shard=dp_shard)),
             has_unsharded_params=reshard is False,
             has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
+            ep=degrees.ep,
         )
         return estimate_rank_bytes(
             units,
@@ -112,9 +121,12 @@ def fit_dp_shard(
             in_flight=degrees.pp,
             bytes_per_param=bytes_per_param,
             compute_bytes=compute_bytes,
+            ep=degrees.ep,
         )
 
     usable, choices = USABLE_MEMORY * available, divisors(degrees.dp_size)
+    # A shard group has whole groups of ep ranks; `check_layout` reports if none has.
+    choices = [n for n in choices if n * degrees.cp % degrees.ep == 0] or choices
     for dp_shard in choices:
         if required_bytes(dp_shard) <= usable:
             dp_replicate = degrees.dp_size // dp_shard
@@ -154,6 +166,7 @@ def state_bytes_per_param(
     has_unsharded_params: bool,
     has_unsharded_gradients: bool,
     compute_bytes: int,
+    ep: int = 1,
 ) -> float:
     """Return the bytes on a rank per parameter of its shard group.
 
@@ -165,13 +178,15 @@ def state_bytes_per_param(
             (reshard_after_forward never).
         has_unsharded_gradients: True if unsharded gradients accumulate over microbatches.
         compute_bytes: bytes of one weight in forward and backward.
+        ep: expert-parallel degree; a rank has no unsharded experts of other ep ranks.
     """
     # Weight, gradient and moments.
     sharded = 4 + 4 + moment_bytes_per_param(job.optim.state_dtype, cost)
-    trainable = sharded / fsdp_size
-    trainable += compute_bytes * has_unsharded_params + 4 * has_unsharded_gradients
-    if fsdp_size == 1 and compute_bytes == 4:
-        trainable = sharded
+    local = 1 - cost.expert_params / max(1, cost.trainable_params) * (1 - 1 / ep)
+    trainable = sharded * local if fsdp_size == 1 else sharded / fsdp_size
+    if fsdp_size > 1 or compute_bytes != 4:
+        unsharded = compute_bytes * has_unsharded_params + 4 * has_unsharded_gradients
+        trainable += unsharded * local
     frozen = frozen_weights(job.lora, cost, compute_bytes)
     if frozen is None:
         return trainable

@@ -176,7 +176,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
 # Probability of a key, in thousandths.  Floats are in no goal, because they interact with other
 # keys in one place only.
 DEFAULT_CHANCE, NUMBER_CHANCE = 120, 60
-RARE_KEYS = ("precision.float8", "lora.rank", "train.world_size_invariant")
+RARE_KEYS = ("precision.float8", "lora.rank")
 CHANCE = {"compile.enable": 4, **dict.fromkeys(RARE_KEYS, 60)}
 
 # --------------------------------------------------------------------------- techniques

@@ -294,13 +294,14 @@ def _shrink_parallel(
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
     if unchanged:
         return changes
-    group_size, shards = plan.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
-    if plan.ep > 1:
-        changes["ep"] = next(n for n in (2, shards) if shards % n == 0)
+    group_size, shards = plan.job.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
+    ep = plan.ep
+    if ep > 1:
+        ep = changes["ep"] = next(n for n in (2, shards) if shards % n == 0)
         if changes["ep"] == 1:
             notes.append("parallel.ep: not verified; it needs data-parallel ranks")
-    if not isinstance(group_size, bool):
-        divisors = [n for n in range(2, shards) if shards % n == 0]
+    if isinstance(group_size, int) and 1 < group_size < plan.dp_shard * plan.cp:
+        divisors = [n for n in range(2, shards) if shards % n == 0 and 0 in (n % ep, ep % n)]
         wanted = group_size * shards / (plan.dp_shard * plan.cp)
         nearest = min(divisors, key=lambda n: abs(n - wanted), default=None)
         changes["reshard_after_forward"] = nearest or "always"

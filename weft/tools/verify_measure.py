@@ -526,6 +526,7 @@ def _loader(plan: Plan, mesh: Mesh) -> Loader:
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
+        is_strided=plan.world_size_invariant,
     )
 
 

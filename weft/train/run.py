@@ -121,6 +121,7 @@ def open_run(
             dp_rank=built.mesh.dp_rank,
             dp_size=plan.dp_size,
             microbatch_size=plan.microbatch_size,
+            is_strided=plan.world_size_invariant,
         )
         data = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
         stack.enter_context(closing(data))

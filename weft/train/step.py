@@ -153,7 +153,7 @@ class TrainStep:
     ) -> Tensor:
         """Add the gradients of the global batch's mean loss to the parameters' ``.grad``.
 
-        Every rank calls this function.  With ``train.world_size_invariant`` it replaces ``.grad``.
+        Every rank calls this function.
 
         Args:
             batches: this rank's microbatches, from `batch_to`.
@@ -175,10 +175,10 @@ class TrainStep:
         if self.schedule is not None:
             losses = self._run_schedule(microbatches)
             self._tied.sum_gradients()
-        elif self.plan.world_size_invariant:
-            losses = self._forward_backward_invariant(microbatches)
         else:
             losses = self._accumulate_gradients(microbatches)
+        if self.plan.world_size_invariant and losses:
+            return self._sum_in_order([loss.detach() for loss in losses])
         return self._local_loss(losses)
 
     def _accumulate_gradients(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
@@ -195,28 +195,6 @@ class TrainStep:
         for part in self.model_parts:
             restore_parameters(part)
         return losses
-
-    def _forward_backward_invariant(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Sum losses and gradients over the sequences of the global batch, in their order.
-
-        Each sequence has its own forward and backward pass, and every rank adds the results in the
-        same order, so the number of ranks does not change a bit.
-        """
-        (model,) = self.model_parts
-        params = [param for param in model.parameters() if param.requires_grad]
-        losses, grads = [], []
-        for index, microbatch in enumerate(microbatches):
-            with action(0, "F", index):
-                loss = self._forward(microbatch)
-            with action(0, "B", index):
-                grads.append(torch.autograd.grad(loss, params))
-            losses.append(loss.detach())
-        local = [torch.stack(losses), *(torch.stack(each) for each in zip(*grads, strict=True))]
-        # The sequences of all ranks, one rank after the other, are the global batch.
-        total_loss, *total_grads = [_sum_in_order(_all_gather(stacked)) for stacked in local]
-        for param, grad in zip(params, total_grads, strict=True):
-            param.grad = grad
-        return [total_loss] if dist.get_rank() == 0 else []  # every rank has the same sum
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -325,6 +303,16 @@ class TrainStep:
             return torch.zeros((), device=self.device)
         return _sum([loss.detach() for loss in losses])
 
+    def _sum_in_order(self, losses: list[Tensor]) -> Tensor:
+        """Return the sum of losses in the order of the global batch; zero on most ranks.
+
+        Every rank with the last stage calls this function.
+        """
+        group, share = self.mesh.get_group("dp_replicate"), torch.stack(losses) * self.owns_loss
+        shares = [torch.empty_like(share) for _ in range(group.size())]
+        dist.all_gather(shares, share, group)
+        return torch.stack(shares, dim=1).flatten().sum() * (group.rank() == 0)
+
     def _run_schedule(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """Run the pipeline schedule; return the losses, if this rank has the last stage.
 
@@ -390,21 +378,6 @@ class TrainStep:
 
 def _sum(scalars: list[Tensor]) -> Tensor:
     return scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum()
-
-
-def _all_gather(local: Tensor) -> Tensor:
-    """Return the tensors of all ranks, concatenated in the order of the ranks."""
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return torch.cat(gathered)
-
-
-def _sum_in_order(stacked: Tensor) -> Tensor:
-    """Return the sum over dim 0, added strictly from first to last."""
-    total = stacked[0].clone()
-    for each in stacked[1:]:
-        total += each
-    return total
 
 
 def _pad(batch: Batch, num_sequences: int) -> Batch:
