@@ -7,8 +7,10 @@ from collections import Counter
 import pytest
 
 from weft.config.reader import read_job
+from weft.estimate.cost import Matmul
+from weft.estimate.op_recorder import OpCall
 from weft.estimate.trace import trace_ranks
-from weft.estimate.trace_to_cost import TracePricer, find_fused_exchanges
+from weft.estimate.trace_to_cost import TracePricer, find_fused_exchanges, to_matmul
 from weft.plan.devices import get_device, parse_cluster
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
@@ -91,3 +93,37 @@ def test_pricer_overlaps_the_exchanges_that_inductor_fuses(recipe: str, override
     totals = {kind: count.total() / len(blocks) for kind, count in counts.items()}
     expected = FUSED[recipe, override]
     assert [(per_block[kind], totals[kind]) for kind in "FB"] == list(expected)
+
+
+def test_grouped_products_have_the_speed_of_their_dtype() -> None:
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "_grouped_mm": ((1040, 64), (4, 64, 96), (4,)),
+        "scaled_grouped_mm": ((1040, 64), (4, 64, 96), (1040,), (4, 96), (4,)),
+    }
+    for (name, inputs), precision in zip(shapes.items(), ("bf16", "float8"), strict=True):
+        expected = Matmul(260, 64, 96, 1, precision, 4)
+        assert to_matmul(OpCall(name, 0.0, inputs, (), ())) == expected
+        columns = ((96, 1040), (1040, 64), *inputs[2:])
+        expected = Matmul(96, 260, 64, 1, precision, 4)
+        assert to_matmul(OpCall(name, 0.0, columns, (), ())) == expected
+
+
+@pytest.mark.slow
+def test_trace_of_float8_experts_has_float8_products_only() -> None:
+    keys = [
+        ("model.num_layers", "2"),
+        ("model.dense_layers", "0"),
+        ("precision.float8", "tensorwise"),
+        ("precision.float8_small", "true"),
+        ("precision.compute_dtype", "bfloat16"),
+        ("activation_checkpoint.mode", "full"),
+        ("run.device", "auto"),
+    ]
+    job, _, errors = read_job("moe-demo", keys)
+    errors.raise_any()
+    plan = resolve(job, cluster_machine(parse_cluster("1x1xH100")))
+    calls = [event.call for event in trace_ranks(plan)[0].op_trace.events if event.call]
+    products = Counter(call.name for call in calls if "grouped" in call.name)
+    # Of each layer: gate, up and down; forward, recomputation and two gradients.
+    assert set(products) == {"scaled_grouped_mm"}
+    assert products["scaled_grouped_mm"] % (2 * 3 * 4) == 0

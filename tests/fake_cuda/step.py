@@ -63,7 +63,8 @@ from weft.train.setup import Rank, build
 from weft.train.step import batch_to
 
 PACKAGE = f"{Path(weft.__file__).parent}/"
-MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
+MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
+MATMULS |= {"scaled_grouped_mm"}
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"}
 FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
 FUSED_SCATTERS = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")

@@ -117,6 +117,23 @@ def test_constants_are_not_copied_to_the_device_in_a_step(recipe: str, override:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "cluster"),
+    [("tensorwise", "8x8xH100"), ("rowwise", "8x8xH100"), ("mxfp8", "8x8xB200")],
+)
+def test_float8_experts_wait_for_nothing(recipe: str, cluster: str) -> None:
+    """Kernels get shapes, dtypes and strides that they accept."""
+    counts = count(
+        *("qwen3-30b-a3b", "model.num_layers=2", f"run.cluster={cluster}"),
+        *(f"precision.float8={recipe}", "precision.float8_small=true"),
+        "precision.float8_exclude=*attn*",  # a CPU build lacks MXFP8's kernels of layers
+    )
+    assert counts["host_waits"] == {}
+    # Two layers and microbatches, three projections: forward, recomputation, two gradients.
+    assert counts["matmuls"]["float8"] == 2 * 2 * 3 * 4
+
+
+@pytest.mark.slow
 def test_bfloat16_exchanges_are_fused() -> None:
     assert fused(count(*BFLOAT16)) == (11, 11)
 

@@ -50,6 +50,10 @@ MODEL: Overrides = [
     ("train.microbatch_size", "2"),
     ("precision.float8_small", "true"),
 ]
+EXPERTS = (
+    "model.kind=moe model.preset=toy-moe model.num_layers=2 model.num_experts=4"
+    " model.expert_dim=64 model.shared_experts=0"
+)
 
 
 # --------------------------------------------------------------------------- numbers
@@ -219,6 +223,8 @@ BOUNDS = {
     "pp2 precision.float8=tensorwise": EQUAL,
     "tp2 precision.float8=tensorwise": ALMOST,
     "tp2 precision.float8=rowwise": ALMOST,
+    f"dp_shard2 ep=2 {EXPERTS} precision.float8=tensorwise": ALMOST,
+    f"tp2 {EXPERTS} precision.float8=mxfp8": ALMOST,
 }
 
 
@@ -262,6 +268,16 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
         ("dp_shard2 gradient_sync=microbatch precision.float8=tensorwise", EQUAL),
         ("dp_shard2 param_persistence_threshold=100 precision.float8=tensorwise", EQUAL),
         ("dp_shard2 cpu_offload=true precision.float8=tensorwise", EQUAL),
+        (f"dp_shard2 {EXPERTS} precision.float8=tensorwise", ALMOST),
+        (f"dp_shard2 {EXPERTS} model.num_experts=5 precision.float8=tensorwise", ALMOST),
+        (f"dp_shard2 tp2 ep=2 {EXPERTS} precision.float8=tensorwise", ALMOST),
+        (f"dp_shard4 ep=2 {EXPERTS} precision.float8=tensorwise", ALMOST),
+        (f"dp_shard4 ep=4 {EXPERTS} precision.float8=mxfp8", ALMOST),
+        (f"tp2 {EXPERTS} precision.float8=rowwise", ALMOST),
+        (f"tp2 {EXPERTS} model.expert_biases=true precision.float8=rowwise", ALMOST),
+        (f"cp2 ep=2 {EXPERTS} precision.float8=rowwise_with_gw_hp", ALMOST),
+        (f"pp2 dp_shard2 ep=2 {EXPERTS} precision.float8=rowwise", ALMOST),
+        (f"dp_replicate2 dp_shard2 ep=2 {EXPERTS} precision.float8=tensorwise", ALMOST),
     ],
 )
 def test_float8_other_layout_gradients_equal_one_process(
@@ -324,6 +340,11 @@ SOME_WAYS = ("full", "selective", "selective, offload")
         ),
         pytest.param("precision.float8=rowwise tp2", tuple(MODES), marks=pytest.mark.slow),
         pytest.param("precision.float8=mxfp8 pp2", tuple(MODES), marks=pytest.mark.slow),
+        pytest.param(
+            f"precision.float8=tensorwise dp_shard2 ep=2 {EXPERTS}",
+            SOME_WAYS,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_float8_recomputed_gradients_are_equal_bit_for_bit(
@@ -405,7 +426,7 @@ def test_float8_gather_takes_one_byte_for_each_weight(
         )  # two blocks, gathered twice; backward may reuse the last gather
 
 
-def check_scales(overrides: Overrides, store: str) -> None:
+def check_scales(overrides: Overrides, store: str, count: int) -> None:
     """Check that each pass gathers weights with the scales of their current values."""
     job = small_job(*overrides)
     plan = plan_here(job)
@@ -414,45 +435,58 @@ def check_scales(overrides: Overrides, store: str) -> None:
     params = dict(trainable_parameters(built.model_parts))
     engine: Any = built.train_step
 
-    def check(count: int) -> None:
-        shards = {id(shard.local): shard for shard in engine._float8_gather._shards}
+    def check() -> None:
+        by_group = engine._float8_gather._shards
+        shards = {id(shard.local): shard for group in by_group for shard in by_group[group]}
         assert len(shards) == count
         for name, param in params.items():
             local: Any = param._local_tensor  # type: ignore[attr-defined]
             assert type(local) is Tensor  # the hooks are visible to FSDP only
             if (shard := shards.get(id(local))) is None:
                 continue
+            (data,), (gathered,) = shard.pre_all_gather(None)
             scale = shard.weight._precomputed_scale
             if plan.tp == 1:  # with tp, each scale is that of the local shard
-                assert scale == (448 / full_tensor(param).abs().amax()).log2().floor().exp2(), name
-            (data,), _ = shard.pre_all_gather(None)
+                amax = full_tensor(param).abs().flatten(-2).amax(-1)  # of each expert
+                scales = (448 / amax).log2().floor().exp2()
+                if plan.ep > 1 and scales.dim():
+                    scales = scales.chunk(plan.ep)[built.mesh.coordinates["dp_shard"] % plan.ep]
+                assert gathered.equal(scales), name
             assert data.equal((local * scale).to(torch.float8_e4m3fn).view(torch.uint8)), name
 
-    count = 14
     engine.forward_backward(loader.get_microbatches(0))
-    check(count)
+    check()
     built.optimizer.step()
     with torch.no_grad():
         for param in params.values():
             param.mul_(0.3)
     engine.forward_backward(loader.get_microbatches(8))
-    check(count)
+    check()
     with torch.no_grad():
         for param in params.values():
             param.mul_(5.0)
     engine.evaluate(iter(loader.get_microbatches(16)))
-    check(count)
+    check()
 
 
-@pytest.mark.parametrize("layout", ["dp_shard2", "dp_shard2 tp2"])
-def test_float8_scales_follow_changed_weights(layout: str, store_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        ("dp_shard2", 14),
+        ("dp_shard2 tp2", 14),
+        # Of two blocks, the first has a feed-forward layer, the second experts.
+        (f"dp_shard2 {EXPERTS}", 14),
+        pytest.param(
+            f"dp_shard4 ep=2 {EXPERTS} train.global_batch_size=8", 14, marks=pytest.mark.slow
+        ),
+        # Five experts are gathered in high precision: rows of matrices are sharded.
+        pytest.param(f"dp_shard2 {EXPERTS} model.num_experts=5", 11, marks=pytest.mark.slow),
+    ],
+)
+def test_float8_scales_follow_changed_weights(layout: str, count: int, store_path: Path) -> None:
     ranks, overrides = parse(layout)
-    run_ranks(
-        check_scales,
-        ranks,
-        [*MODEL, *overrides, ("precision.float8", "tensorwise")],
-        str(store_path),
-    )
+    job = [*MODEL, *overrides, ("precision.float8", "tensorwise")]
+    run_ranks(check_scales, ranks, job, str(store_path), count)
 
 
 # --------------------------------------------------------------------------- whole runs

@@ -55,7 +55,6 @@ def test_ep_incompatible_keys_are_refused() -> None:
     assert "so its ranks split a group of ep. Use 1, 2, 4, 8, 12 or 24, always or never" in message
     keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch_size": 3}
     assert "mixture of experts" in rejections(2, **keys)["train.microbatch_size"]
-    assert "grouped" in rejections(1, precision__float8="rowwise")["precision.float8"]
 
 
 def test_dp_shard_fit_has_whole_groups_of_experts() -> None:

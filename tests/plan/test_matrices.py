@@ -112,6 +112,34 @@ def test_float8_matrices_follow_the_local_shapes() -> None:
     assert names(float8_small=True, model={"ffn_dim": 1008}, recipe="mxfp8") == odd
 
 
+def test_float8_matrices_of_experts_follow_the_same_rules() -> None:
+    """Names, sizes and limits apply to the matrices of experts; never to the router."""
+    keys: Overrides = [
+        ("model.kind", "moe"),
+        ("model.preset", "v3-like"),
+        ("model.num_layers", "5"),
+        ("train.seq_len", "1024"),
+        ("train.global_batch_size", "64"),
+        ("precision.float8", "rowwise"),
+        ("parallel.ep", "8"),
+    ]
+    # The experts' down_proj is 2048 to 7168; gate_proj and up_proj, 7168 to 2048, are too small.
+    plan = planned(*keys, cluster="8x8xH100")
+    assert plan.num_float8_stacks == 2
+    small: Overrides = [*keys, ("precision.float8_small", "true")]
+    plan = planned(*small, cluster="8x8xH100")
+    assert plan.num_float8_stacks == 6
+    _job, machine = read_plan_job(*small, cluster="8x8xH100", recipe="demo")
+    assert "matrices (6 stacks of experts)" in describe_plan(plan, machine, "demo")
+    matrices = find_float8_matrices(plan.job.precision, plan.model, plan.family, 1)
+    assert not any("router" in matrix.name for matrix in matrices)
+    plan = planned(*small, ("precision.float8_exclude", "*.experts.*"), cluster="8x8xH100")
+    assert plan.num_float8_stacks == 0
+    assert any("converts no matrix of the experts" in warning for warning in plan.warnings)
+    odd = planned(*small, ("model.expert_dim", "2056"), cluster="8x8xH100")  # 8 mod 16
+    assert odd.num_float8_stacks == 0
+
+
 SITES = (
     "self_attn.q",
     "self_attn.k",

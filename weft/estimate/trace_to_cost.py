@@ -24,6 +24,7 @@ from weft.estimate.cost import (
     Collective,
     Matmul,
     Overlap,
+    Precision,
     StageWork,
     Step,
     Work,
@@ -39,6 +40,7 @@ from weft.plan.plan import Plan
 
 # Index of the first factor among the inputs.
 MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
+MATMUL_OPS |= {"scaled_grouped_mm": 0}
 COLLECTIVE_KINDS = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -266,21 +268,23 @@ def to_matmul(call: OpCall) -> Matmul:
     """Convert a call to a matmul, single or batched."""
     first = MATMUL_OPS[call.name]
     a, b = call.shapes[first], call.shapes[first + 1]
-    if call.name == "_grouped_mm":
-        return _grouped_matmul(a, b, call.shapes[2][0])
+    precision: Precision = "float8" if "scaled" in call.name else "bf16"
+    if "grouped" in call.name:
+        return _grouped_matmul(a, b, call.shapes[-1][0], precision)
     groups = a[0] if len(a) == 3 else 1
-    precision = "float8" if call.name == "_scaled_mm" else "bf16"
-    return Matmul(a[-2], a[-1], b[-1], 1, precision, groups)  # type: ignore[arg-type]
+    return Matmul(a[-2], a[-1], b[-1], 1, precision, groups)
 
 
-def _grouped_matmul(a: tuple[int, ...], b: tuple[int, ...], groups: int) -> Matmul:
+def _grouped_matmul(
+    a: tuple[int, ...], b: tuple[int, ...], groups: int, precision: Precision = "bf16"
+) -> Matmul:
     """Return a grouped matmul with equally large groups.
 
     Either rows are grouped, with a matrix per group, or the contracted dimension is.
     """
     if len(b) == 3:
-        return Matmul(a[0] / groups, a[1], b[2], groups=groups)
-    return Matmul(a[0], a[1] / groups, b[1], groups=groups)
+        return Matmul(a[0] / groups, a[1], b[2], 1, precision, groups)
+    return Matmul(a[0], a[1] / groups, b[1], 1, precision, groups)
 
 
 def to_attention(call: OpCall, kernel: AttentionKernel) -> Attention:

@@ -111,10 +111,11 @@ class ExpertLinear(nn.Module):
         bound = 1 / math.sqrt(inputs)  # as nn.Linear does
         nn.init.uniform_(self.weight, -bound, bound)
         self.bias = nn.Parameter(torch.zeros(num_experts, outputs)) if bias else None
+        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """See `grouped_linear`."""
-        out_RF = grouped_linear(x_RD, self.weight, counts_E)
+        out_RF = self.product(x_RD, self.weight, counts_E)
         if self.bias is None:
             return out_RF
         return out_RF + self.bias.repeat_interleave(counts_E, dim=0, output_size=len(x_RD))

@@ -39,7 +39,10 @@ from weft.parallel.dtensor import is_wrapper, plain_tensors, to_local
 from weft.parallel.private import set_activation_memory_budget
 
 # Operators by name, because some exist only on some devices or with some packages.
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm")
+MATMULS = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm"),
+    "weft::scaled_grouped_mm",
+)
 ATTENTION = (
     "aten::_scaled_dot_product_",
     "aten::_flash_attention",

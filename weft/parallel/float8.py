@@ -50,6 +50,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.models.layers import grouped_linear
+from weft.models.moe import ExpertLinear
 from weft.parallel.private import iter_sharded_parameters, set_all_gather_hooks
 
 MX_BLOCK_SIZE = 32
@@ -67,8 +69,16 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
     selected = set(names)
     convert = _get_converter(recipe, emulate)
     for name, module in list(model.named_modules()):
-        if name in selected:
+        if name in selected and isinstance(module, ExpertLinear):
+            product = import_quietly("weft.parallel.float8_experts").float8_grouped_linear
+            module.product = partial(product, recipe=recipe, emulate=emulate)
+        elif name in selected:
             model.set_submodule(name, convert(module))
+
+
+def is_float8_expert(module: nn.Module) -> bool:
+    """Return True for a linear layer of experts in float8."""
+    return isinstance(module, ExpertLinear) and module.product is not grouped_linear
 
 
 def _get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
@@ -126,59 +136,74 @@ class MXLinear(nn.Linear):
 
 
 class Float8AllGather:
-    """FSDP's all-gather of float8 weights; create it after parameters are allocated."""
+    """FSDP's all-gather of float8 weights; create it after parameters are allocated.
+
+    FSDP's groups may differ: with expert parallelism, fewer ranks share experts.
+    """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
         from torchao.float8.float8_linear import Float8Linear
 
-        self._shards: list[Any] = []
-        scale_groups: list[int] = []
-        self._group: dist.ProcessGroup | None = None
+        self._shards: dict[dist.ProcessGroup, list[_Float8Shard]] = {}
         for param in iter_sharded_parameters(model_parts):
-            is_matrix = isinstance(param.module, Float8Linear) and param.local.dim() == 2
-            if is_matrix and param.is_even:
-                shard = _Float8Shard(param.local, param.module)
+            is_weight = param.local.dim() == (3 if is_float8_expert(param.module) else 2)
+            is_float8 = is_float8_expert(param.module) or isinstance(param.module, Float8Linear)
+            if is_weight and is_float8 and param.is_even:
+                shard = _Float8Shard(param.local, param.module, param.group)
                 set_all_gather_hooks(param, shard.pre_all_gather, shard.post_all_gather)
-                self._shards.append(shard)
-                self._group = param.group
-                scale_groups.append(vars(param.module).get("scale_group", id(param.module)))
-        numbers = {group: i for i, group in enumerate(dict.fromkeys(scale_groups))}
-        device = self._shards[0].local.device if self._shards else None
-        self._scale_groups = torch.tensor([numbers[g] for g in scale_groups], device=device)
+                self._shards.setdefault(param.group, []).append(shard)
+        self._indices: dict[dist.ProcessGroup, Tensor] = {}  # of this rank's matrices
+        for group, shards in self._shards.items():
+            numbers: dict[Any, int] = {}
+            for shard in shards:
+                indices = [numbers.setdefault(key, len(numbers)) for key in shard.keys]
+                shard.scales = slice(indices[0], indices[-1] + 1)
+            own = [numbers[key] for shard in shards for key in shard.own_keys]
+            self._indices[group] = torch.tensor(own, device=shards[0].local.device)
 
     @torch.no_grad()
     def update_scales(self) -> None:
         """Compute the scales of all weights; call it before a pass.  Collective."""
-        if not self._shards:
-            return
         from torchao.float8.float8_utils import amax_to_scale
 
-        shards = [shard.local for shard in self._shards]
-        amax = torch.stack(torch._foreach_norm(shards, math.inf))
-        # Matrices that are multiplied as one share a scale.
-        groups = self._scale_groups
-        amax = torch.zeros_like(amax).scatter_reduce_(0, groups, amax, "amax")[groups]
-        dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
-        scales = amax_to_scale(amax, self._shards[0].dtype, round_scales_to_power_of_2=True)
-        for shard, scale in zip(self._shards, scales, strict=True):
-            shard.weight._precomputed_scale = scale
+        for group, shards in self._shards.items():
+            matrices = [matrix for shard in shards for matrix in shard.matrices]
+            own = torch.stack(torch._foreach_norm(matrices, math.inf))
+            amax = own.new_zeros(max(shard.scales.stop for shard in shards))
+            amax.scatter_reduce_(0, self._indices[group], own, "amax")
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+            scales = amax_to_scale(amax, shards[0].dtype, round_scales_to_power_of_2=True)
+            for shard in shards:
+                shard.scale = scales[shard.scales].view(shard.scale_shape)
 
 
 class _Float8Shard:
-    """This rank's shard of a float8 weight, with its gather hooks."""
+    """This rank's shard of a float8 weight, or of a stack of them, with its gather hooks."""
 
-    def __init__(self, local: Tensor, module: Any) -> None:
+    scales: slice  # of the weight, in those of its FSDP group
+    scale: Tensor  # one, or ``[E]`` for all experts of the group
+
+    def __init__(self, local: Tensor, module: Any, group: dist.ProcessGroup) -> None:
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-        self.local, self.dtype = local, module.config.cast_config_weight.target_dtype
-        self.weight: Any = WeightWithDynamicFloat8CastTensor(
-            local, module.linear_mm_config, self.dtype
-        )
+        self.local, self.matrices, self.dtype = local, [local], torch.float8_e4m3fn
+        # Matrices that are multiplied as one share a scale.
+        self.keys = self.own_keys = [vars(module).get("scale_group", id(module))]
+        self.scale_shape: tuple[int, ...] = ()
+        self.own_scale: Any = ...  # index in ``scale``
+        if is_float8_expert(module):
+            own = slice(len(local) * group.rank(), len(local) * (group.rank() + 1))
+            self.keys = [(id(module), expert) for expert in range(len(local) * group.size())]
+            self.matrices, self.own_keys, self.scale_shape = list(local), self.keys[own], (-1,)
+            self.own_scale = (own, None, None)
+        config = getattr(module, "linear_mm_config", None)
+        self.weight: Any = WeightWithDynamicFloat8CastTensor(local, config, self.dtype)
 
     def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
         """Return the bytes to gather, and the scale."""
-        (data,), scale = self.weight.fsdp_pre_all_gather(mesh)
-        return (data.view(torch.uint8),), scale
+        self.weight._precomputed_scale = self.scale[self.own_scale]
+        (data,), _ = self.weight.fsdp_pre_all_gather(mesh)
+        return (data.view(torch.uint8),), (self.scale,)
 
     def post_all_gather(
         self, gathered: tuple[Tensor], scale: Any, dtype: torch.dtype, *, out: Any = None

@@ -387,6 +387,29 @@ def set_all_gather_hooks(
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
 
+# --------------------------------------------------------------------------- float8
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
+) -> Tensor:
+    """Multiply groups of float8 matrices; return bfloat16.
+
+    ``F.scaled_grouped_mm`` is public, but cannot run on fake tensors or be compiled by inductor.
+
+    Args:
+        a: e4m3 ``[P, K]``, rows (or columns, if ``b`` is 2-dimensional) in groups; row-major.
+        b: e4m3 ``[E, K, N]`` or ``[P, N]``; column-major.
+        a_scale: factors that undo the scales; float32, one per row (and group), or tiles of e8m0.
+        b_scale: likewise, of the columns of ``b``.
+        ends: int32 ``[E]``, where groups end.
+        fast: accumulate with fewer bits, on Hopper.
+    """
+    return torch._scaled_grouped_mm(
+        a, b, a_scale, b_scale, ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
 # --------------------------------------------------------------------------- pipelines
 
 

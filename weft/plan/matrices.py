@@ -137,8 +137,7 @@ def convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> li
     return [
         first
         for first, *others in _list_shapes(model, family, tp)
-        if not first.experts
-        and first.out_features % unit == first.in_features % unit == 0
+        if first.out_features % unit == first.in_features % unit == 0
         and all(other == first for other in others)
     ]
 

@@ -168,7 +168,8 @@ class Plan:
     peak_flops: float | None
     peak_dtype: str | None
     float8: str  # the scaling recipe, or none
-    num_float8_matrices: int  # of the unsharded model
+    num_float8_matrices: int  # of the unsharded model; those of all experts of a layer are one
+    num_float8_stacks: int  # those of experts
     float8_all_gather: bool  # FSDP gathers the float8 matrices in float8
     float8_emulated: bool  # float8 rounding without float8 speed
     warnings: tuple[str, ...]

@@ -201,6 +201,8 @@ def _describe_microbatches(plan: Plan) -> str:
 def describe_float8(plan: Plan) -> str:
     """Format the float8 recipe and the number of its matrices."""
     text = f"{plan.float8}, {plan.num_float8_matrices:,} matrices"
+    if plan.num_float8_stacks:
+        text += f" ({plan.num_float8_stacks:,} stacks of experts)"
     text += ", gathered in float8" if plan.float8_all_gather and plan.world_size > 1 else ""
     return text + (", emulated" if plan.float8_emulated else "")
 

@@ -312,6 +312,12 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
             f"{key} without compile.enable runs scaling and casting as separate kernels, which "
             "may cost more than the products gain. Set compile.enable=true."
         )
+    if plan.family.moe_layers is not None and not plan.num_float8_stacks:
+        yield (
+            f"{key} converts no matrix of the experts, which do most of the work: their sizes do "
+            "not allow it, they are too small to gain, or precision.float8_exclude names them. "
+            "precision.float8_small=true converts small matrices too."
+        )
     if plan.async_tp and plan.float8 != "tensorwise":
         yield (
             f"{key} with parallel.async_tp=true does not overlap the gathers of tensor "

@@ -63,9 +63,6 @@ def check_float8(
         rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
         remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
         errors.add("train.seq_len", rule, remedy, (key, "parallel.cp"))
-    if family.moe_layers is not None:
-        rule = "does not convert grouped matrix products, most of the work of a mixture of experts"
-        errors.add(key, rule, "use none", ("model.kind",))
 
 
 def check_lora(

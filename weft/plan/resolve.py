@@ -139,6 +139,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes)
     errors.raise_any()
 
+    float8_matrices = find_float8_matrices(job.precision, model, family, degrees.tp)
     peak = peak_flops(machine.device_name) if compute_dtype == "bfloat16" else None
     num_nodes = max(1, world_size // local_world_size)
     cores_per_rank = max(1, machine.devices // local_world_size)
@@ -181,7 +182,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
-        num_float8_matrices=len(find_float8_matrices(job.precision, model, family, degrees.tp)),
+        num_float8_matrices=len(float8_matrices),
+        num_float8_stacks=sum(matrix.experts > 0 for matrix in float8_matrices),
         # Rowwise and blockwise scales need the unsharded weight.  FSDP's partial resharding and
         # CPU offload take only plain shards.
         float8_all_gather=float8 == "tensorwise"

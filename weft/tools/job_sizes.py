@@ -88,7 +88,7 @@ def _draw_experts(base: Any, ep: int, tp: int, ffn_unit: int, rng: random.Random
         "expert_groups": groups,
         "active_groups": active_groups,
         "active_experts": rng.randint(1, min(3, experts // groups * active_groups)),
-        "expert_dim": tp * ffn_unit if ffn_unit >= MOMENT_BLOCK_SIZE else rng.choice((3, 8, 12)),
+        "expert_dim": tp * ffn_unit if ffn_unit > 1 else rng.choice((3, 8, 12)),
     }
 
 

@@ -66,6 +66,7 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
+from weft.parallel.float8 import is_float8_expert
 from weft.parallel.mesh import Mesh
 from weft.plan.plan import Plan
 from weft.train.setup import Built, Rank, build
@@ -292,7 +293,8 @@ class Noise:
                         module.register_forward_pre_hook(self._perturb_input)
 
     def _uses_float8(self, module: nn.Module) -> bool:
-        return self._float8 and isinstance(module, nn.Linear) and type(module) is not nn.Linear
+        is_linear = isinstance(module, nn.Linear) and type(module) is not nn.Linear
+        return self._float8 and (is_linear or is_float8_expert(module))
 
     def _perturb_input(self, module: nn.Module, args: Any) -> Any:
         x, *rest = args
