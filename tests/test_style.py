@@ -225,7 +225,6 @@ PARTS = {"told": "reported", "tells": "reports", "folder": "dir", "folders": "di
 # Definitions whose retired name is right for another thing.
 EXCEPTIONS = {
     ("weft/data/token_store.py", "Split"): "the train or validation split of a dataset",
-    ("weft/optim/lean.py", "_update"): "an optimizer updates parameters",
     ("weft/plan/plan.py", "units"): "a pipeline stage consists of units: blocks, embedding, head",
     ("weft/tools/trials.py", "Trial"): "a trial of an experiment",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,9 +79,6 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
         built = build(plan, this_rank())
     else:
         built, plan = build_fake(plan, mode)
-    if job.optim.name == "muon":  # the first step also exchanges metadata
-        with mode or nullcontext():
-            step(built, job, plan)
     if dist.get_rank() not in (
         0,
         dist.get_world_size() - 1,

@@ -1227,16 +1227,15 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
     first = torch.zeros(grad.shape, dtype=torch.int8)
     second = torch.zeros(grad.shape, dtype=torch.uint8)
     ranges = torch.zeros((len(grad), 2), dtype=torch.int16)
-    lean._update_packed(
+    tensors = lean.ParamTensors(
         torch.zeros_like(grad),
         grad,
         (first, second, ranges),
         torch.ones(()),
-        lean.AdamWOptions(
-            torch.tensor(False), torch.ones(()), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.0
-        ),
         lean.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
     )
+    options = torch.tensor(False), torch.ones(()), torch.tensor(1e-3)
+    lean.update_all([tensors], lean.AdamWOptions(*options, 0.9, 0.95, 1e-8, 0.0))
     return torch.cat([first.int(), second.int()], dim=1)
 
 
@@ -1273,6 +1272,113 @@ def check_growing_gradients() -> None:
         first_off += (2 * code + 1) / 127**2 * limit * root
 
 
+@check("unit: rounded momentum")
+def check_momentum() -> None:
+    """Check Muon's direction, and that a momentum is rounded by its formula, on average exactly."""
+    from weft.optim import lean
+    from weft.optim.muon import build_muon, orthogonalize
+
+    module = "optim/lean.py"
+    generator = torch.Generator().manual_seed(0)
+    for dtype in ("float32", "bfloat16", "8bit"):
+        param, stored = nn.Parameter(torch.zeros(40, 50)), torch.zeros(40, 50)
+        group = {"params": [param], "names": ["w"], "weight_decay": 0.0, "matrices": True}
+        section = small_job(("optim.name", "muon"), ("optim.state_dtype", dtype)).optim
+        optimizer: Any = build_muon([group], section)
+        for step in range(3):
+            before = param.detach().clone()
+            param.grad = torch.randn(40, 50, generator=generator) * 10.0**step
+            optimizer.step()
+            exact = 0.95 * stored + 0.05 * param.grad
+            update = orthogonalize(0.95 * exact + 0.05 * param.grad)
+            expected = before - section.lr * 0.2 * math.sqrt(50) * update
+            off = float((param - expected).detach().abs().max())
+            expect(off < 1e-4 * section.lr, f"{dtype}: a step is off by {off:.1e}", module)
+            buffer = optimizer.state[param]["momentum_buffer"]
+            stored = buffer.dequantize() if dtype == "8bit" else buffer.float().clone()
+            limit = {"float32": 0.0, "bfloat16": 2**-7, "8bit": 0.026}[dtype]
+            largest = exact.abs().amax()
+            bound = limit * (largest if dtype == "8bit" else exact.abs()) + 1e-6 * largest
+            expect(bool(((stored - exact).abs() <= bound).all()), f"{dtype}: off", module)
+    values, mean = torch.randn(4, 50, generator=generator), torch.zeros(4, 50)
+    for _ in range(400):
+        bits = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 50), dtype=torch.int32)
+        moments = [torch.zeros(4, 50, dtype=torch.int8), torch.zeros(4, 2, dtype=torch.bfloat16)]
+        lean.pack([values], bits, 1.0, moments)
+        (result,) = lean.unpack(moments, 1.0)
+        mean += result / 400
+        again = [torch.zeros_like(each) for each in moments]
+        lean.pack([result], torch.full_like(bits, lean.TO_NEAREST), 1.0, again)
+        expect(torch.equal(lean.unpack(again, 1.0)[0], result), "packing is not exact", module)
+    off = float((mean - values).abs().max() / values.abs().max())
+    expect(off < 0.002, f"the mean of a momentum is off by {off:.4f}", module)
+
+
+@check("unit: parameter groups")
+def check_parameter_groups() -> None:
+    """Check the options of each parameter; the first group whose pattern matches decides."""
+    from weft.optim.optimizer import build_adamw, build_optimizer, set_learning_rate
+
+    module = "optim/optimizer.py"
+    tables = (
+        '[{params=["*.a", "b.*"], lr_mult=3, beta2=0.5}, {params=["*"], weight_decay=0.4, eps=0.1}]'
+    )
+    job = small_job(
+        ("optim.groups", tables.replace('"*.a"', '"*norm*"').replace('"b.*"', '"*q_*"'))
+    )
+    section = job.optim.model_copy(update={"weight_decay": 0.2})
+    names = ["x.norm", "layers.q_proj", "layers.k_proj", "q_norm.k"]
+    params = {name: nn.Parameter(torch.zeros(2, 2)) for name in names}
+    optimizer = build_optimizer(params.items(), section, build_adamw, lambda n: n != "x.norm", ())
+    set_learning_rate(optimizer, 0.1)
+    found = {n: group for group in optimizer.param_groups for n in group["names"]}
+    for name in names:
+        is_first = "norm" in name or "q_" in name
+        decay = (0.0 if name == "x.norm" else 0.2) if is_first else 0.4
+        expected = (0.3, decay, (0.9, 0.5), 1e-8) if is_first else (0.1, decay, (0.9, 0.95), 0.1)
+        got = tuple(found[name][key] for key in ("lr", "weight_decay", "betas", "eps"))
+        is_same = all(
+            is_close(float(a), float(b), 1e-6)
+            for a, b in zip(np.hstack(got), np.hstack(expected), strict=True)
+        )
+        expect(is_same, f"{name} has {got}, not {expected}", module)
+
+
+@check("unit: Muon on replicas", ranks=4)
+def check_muon_replicas() -> None:
+    """Check that two replicas of two shards share the matrices, and send each part once."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from weft.optim.muon import build_muon, orthogonalize
+
+    module = "optim/muon.py"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    layers = nn.Sequential(*(nn.Linear(6, 10, bias=False) for _ in range(8)))
+    grads = [torch.randn(10, 6, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    fully_shard(layers, mesh=mesh)
+    params: list[Any] = list(layers.parameters())
+    before = [param.detach().full_tensor().clone() for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        rows = slice(None, 5) if mesh["dp_shard"].get_local_rank() == 0 else slice(5, None)
+        param.grad = param.detach().clone()
+        param.grad.to_local().copy_(grad[rows])
+    group = {"params": params, "weight_decay": 0.0, "matrices": True}
+    section = small_job(("optim.name", "muon")).optim
+    optimizer: Any = build_muon([group], section)
+    optimizer.step()
+    for param, old, grad in zip(params, before, grads, strict=True):
+        update = orthogonalize(0.0975 * grad)
+        expected = old - section.lr * 0.2 * math.sqrt(10) * update
+        off = float((param.detach().full_tensor() - expected).abs().max())
+        expect(off < 1e-3 * section.lr, f"a replicated matrix is off by {off:.1e}", module)
+    (exchange,) = optimizer._exchanges
+    expect(len(exchange.owned) == 2, f"this rank has {len(exchange.owned)} of 8 matrices", module)
+    crossing = [r for r, _ in exchange.to_receive if r // 2 != dist.get_rank() // 2]
+    expect(not crossing, f"ranks {crossing} of the other replica send", module)
+    expect(len(exchange.to_receive) == 4, "a part is sent twice", module)
+
+
 @check("unit: skipped steps")
 def check_skipped_steps() -> None:
     """Check that a step skipped because of nonfinite gradients changes no bit."""
@@ -1283,6 +1389,8 @@ def check_skipped_steps() -> None:
         ("adamw", "bfloat16", "optim/lean.py"),
         ("adamw", "8bit", "optim/lean.py"),
         ("muon", "float32", "optim/muon.py"),
+        ("muon", "bfloat16", "optim/lean.py"),
+        ("muon", "8bit", "optim/lean.py"),
     ):
         generator = torch.Generator().manual_seed(0)
         params = {

@@ -134,22 +134,34 @@ LAYOUTS = {
 }
 
 
+GROUPS = (
+    '[{params=["*.v_proj.*", "*gate*"], lr_mult=3, momentum=0.5}, {params=["layers.0.*norm*"], '
+    'weight_decay=0.5, beta1=0.3}, {params=["*.o_proj.weight"], optimizer="adamw", lr_mult=0.1}]'
+)
+
+
 def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
     """Return this rank's full parameters after two steps with given gradients."""
-    job = small_job(("optim.name", "muon"), ("model.tied_embeddings", "false"), *overrides)
-    built = build(plan_here(job), this_rank())
+    common = [("optim.name", "muon"), ("optim.groups", GROUPS), ("model.tied_embeddings", "false")]
+    built = build(plan_here(small_job(*common, *overrides)), this_rank())
     params = dict(trainable_parameters(built.model_parts))
     for seed in (1, 2):
         for name, param in params.items():
             draw = torch.Generator().manual_seed(seed + sum(name.encode()))
             grad = torch.randn(param.shape, generator=draw)
             param.grad = make_param(param, grad)
+        set_learning_rate(built.optimizer, 3e-4)
         built.optimizer.step()
     exchanges: list[_MatrixExchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
+    names = {param: name for name, param in params.items()}
+    shared = [exchange for exchange in exchanges if exchange.group is not None]
     return {
         "params": {name: full_tensor(param).detach().clone() for name, param in params.items()},
-        "work": sum(len(exchange.owned) for exchange in exchanges),
-        "matrices": sum(len(exchange.params) for exchange in exchanges),
+        "work": [(names[e.params[m.param]], m.item) for e in shared for m in e.owned],
+        "matrices": sum(shape[0] for e in shared for shape in e.shapes),
+        "numel": sum(math.prod(shape) for e in shared for shape in e.shapes),
+        "sent": sum(m.part_numel(e.rank) for e in shared for m in e.sent),
+        "pp": built.mesh.coordinates["pp"],
     }
 
 
@@ -185,13 +197,29 @@ RARELY = {
 }
 
 
+def is_rare(layout: str, states: str) -> bool:
+    if states == "float32":
+        return layout in RARELY
+    return (layout, states) != ("FSDP and tensor parallel", "8bit")
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else []) for name in LAYOUTS],
+    ("layout", "states"),
+    [
+        pytest.param(name, states, marks=[pytest.mark.slow] if is_rare(name, states) else [])
+        for name in LAYOUTS
+        for states in ("float32", "bfloat16", "8bit")
+    ],
 )
-def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
+def test_muon_layout_takes_the_step_of_one_rank(layout: str, states: str) -> None:
     ranks, overrides = LAYOUTS[layout]
-    batch = [override for override in overrides if override[0].startswith(("train", "model"))]
+    # Blocks are not cut; else their ranges would differ.
+    wide = [("model.dim", "64"), ("model.ffn_dim", "128"), ("model.expert_dim", "64")]
+    sizes = [] if states == "float32" else [*wide, ("model.head_dim", "32")]
+    if not any(key == "model.expert_dim" for key, _ in overrides):
+        sizes = [size for size in sizes if size[0] != "model.expert_dim"]
+    overrides = [*overrides, *sizes, ("optim.state_dtype", states)]
+    batch = [override for override in overrides if not override[0].startswith("parallel")]
     (single,) = run_ranks(update_of, 1, batch)
     many = run_ranks(update_of, ranks, overrides)
     updates_seen = {}
@@ -200,21 +228,96 @@ def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
             torch.testing.assert_close(value, single["params"][name], rtol=2e-4, atol=2e-6)
             updates_seen[name] = True
     assert updates_seen.keys() == single["params"].keys()
-    # The ranks share the work: no rank computes all matrices.
-    if "dp_shard" in str(overrides) or "tp" in str(overrides):
-        assert all(rank["work"] < rank["matrices"] for rank in many if rank["matrices"])
+    # The ranks, also replicas, share the work: each matrix is sent once, and has one owner.
+    for stage in {rank["pp"] for rank in many}:
+        of_stage = [rank for rank in many if rank["pp"] == stage]
+        work = [matrix for rank in of_stage for matrix in rank["work"]]
+        assert len(work) == len(set(work)) == of_stage[0]["matrices"]
+        assert sum(rank["sent"] for rank in of_stage) == of_stage[0]["numel"]
 
 
-def test_muon_run_resumes_in_another_layout(tmp_path: Path, store_path: Path) -> None:
+class Formula:
+    """Muon of one matrix from its stored momentum, and AdamW, in float64."""
+
+    def __init__(self, lr: float, decay: float, momentum: float) -> None:
+        self.lr, self.decay, self.momentum = lr, decay, momentum
+
+    def step(
+        self, param: torch.Tensor, grad: torch.Tensor, stored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new parameter, and the momentum before rounding."""
+        momentum = self.momentum * stored.double() + (1 - self.momentum) * grad.double()
+        nesterov = self.momentum * momentum + (1 - self.momentum) * grad.double()
+        update = 0.2 * math.sqrt(max(param.shape[-2:])) * orthogonalize(nesterov)
+        return param.double() * (1 - self.lr * self.decay) - self.lr * update, momentum
+
+
+@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+def test_muon_low_precision_step_is_the_formula_with_a_rounded_momentum(states: str) -> None:
+    """Random shapes, stacks, rates, decays, clipping and skipped steps."""
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        rows, columns = (int(n) for n in torch.randint(4, 70, (2,), generator=draw))
+        shape = (3, rows, columns) if seed % 2 else (rows, columns)
+        lr, decay, momentum = (float(x) for x in 0.9 * torch.rand(3, generator=draw))
+        param = nn.Parameter(torch.randn(shape, generator=draw))
+        group = {"params": [param], "names": ["w"], "weight_decay": decay, "matrices": True}
+        section = OptimSection(name="muon", lr=lr, momentum=momentum, state_dtype=states)
+        optimizer: Any = build_muon([group], section)
+        formula, stored = Formula(lr, decay, momentum), torch.zeros(shape)
+        for step in range(5):
+            before = param.detach().clone()
+            grad = torch.randn(shape, generator=draw) * 10.0 ** (step - 2)
+            param.grad = 4.0 * grad
+            masked_step(optimizer, torch.tensor(step == 2), torch.tensor(4.0))
+            buffer = optimizer.state[param]["momentum_buffer"]
+            now = buffer.float() if states == "bfloat16" else buffer.dequantize()
+            if step == 2:
+                assert param.equal(before)
+                assert now.equal(stored)
+                continue
+            expected, exact = formula.step(before, grad, stored)
+            torch.testing.assert_close(param.double(), expected, rtol=2e-3, atol=2e-4 * lr)
+            near = 2**-7 * exact.abs() if states == "bfloat16" else 0.026 * exact.abs().amax()
+            assert ((now - exact).abs() <= near).all()
+            assert not now.equal(exact.float())
+            stored = now.clone()
+
+
+def test_muon_low_precision_momentum_rounds_by_a_hash_of_name_and_step() -> None:
+    """Two names round differently, the same name alike; the mean is unbiased."""
+    grad, stored = torch.full((64, 64), 1.001), {}
+    for name in ("a", "a", "b"):
+        param = nn.Parameter(torch.zeros(64, 64))
+        group = {"params": [param], "names": [name], "weight_decay": 0.0, "matrices": True}
+        optimizer: Any = build_muon(
+            [group], OptimSection(name="muon", momentum=0.0, state_dtype="bfloat16")
+        )
+        param.grad = grad
+        optimizer.step()
+        value = optimizer.state[param]["momentum_buffer"].float()
+        assert value.equal(stored.setdefault(name, value))
+        assert value.mean().item() == pytest.approx(1.001, rel=1e-4)
+    assert not stored["a"].equal(stored["b"])
+
+
+@pytest.mark.parametrize("states", ["8bit", pytest.param("float32", marks=pytest.mark.slow)])
+def test_muon_run_resumes_in_another_layout(states: str, tmp_path: Path, store_path: Path) -> None:
     common = [
         ("optim.name", "muon"),
         ("optim.lr", "0.01"),
+        ("optim.groups", GROUPS),
         ("optim.decay_fraction", "0"),
         ("run.dir", str(tmp_path)),
     ]
-    run_ranks(train_rank, 2, [*common, ("train.steps", "6")], str(store_path))
+    first = [*common, ("train.steps", "6"), ("optim.state_dtype", states)]
+    run_ranks(train_rank, 2, first, str(store_path))
     state = newest_state(tmp_path)
-    assert any(name.endswith("_proj.weight.momentum_buffer") for name in state)
+    assert any(name.endswith("q_proj.weight.momentum_buffer") for name in state)
     assert any(name.endswith("embed_tokens.weight.exp_avg") for name in state)
+    assert any(name.endswith("o_proj.weight.exp_avg") for name in state)
     extra = [*common, ("train.steps", "8"), ("parallel.tp", "2"), ("parallel.dp_shard", "1")]
-    run_ranks(train_rank, 2, extra, str(store_path))
+    other = "float32" if states == "8bit" else "bfloat16"
+    run_ranks(train_rank, 2, [*extra, ("optim.state_dtype", other)], str(store_path))
+    saved = {value.dtype for name, value in newest_state(tmp_path).items() if "_buffer" in name}
+    assert saved == {getattr(torch, other)}

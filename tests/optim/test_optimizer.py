@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,8 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
-from tests.small import full_tensor
-from weft.config.schema import OptimSection
+from tests.small import full_tensor, small_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import OptimGroup, OptimSection
+from weft.config.writer import to_toml
 from weft.models import decoder
 from weft.models.families.llama import PRESETS
 from weft.optim.muon import build_muon
@@ -29,6 +36,8 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.parallel.private import set_grad_scaling
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
 
@@ -49,6 +58,129 @@ def test_optimizer_gains_and_embeddings_have_no_weight_decay() -> None:
     assert all(name.endswith("_proj.weight") for name in result[0.1, True])
     assert result[0.1, False] == {"lm_head.weight"}
     assert "embed_tokens.weight" in result[0.0, False]
+
+
+def random_groups(random: Random, names: list[str], is_muon: bool) -> list[dict[str, Any]]:
+    """Return tables of ``optim.groups`` with patterns of some of the names."""
+    groups = []
+    for _ in range(random.randint(1, 4)):
+        parts = random.choice(names).split(".")
+        patterns = [".".join("*" if random.random() < 0.4 else part for part in parts)]
+        if random.random() < 0.3:
+            patterns.append(random.choice(names))
+        group: dict[str, Any] = {"params": patterns}
+        ranges = {"lr_mult": 9.0, "weight_decay": 1.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-3}
+        for key in random.sample(list(ranges), random.randint(0, 5)):
+            group[key] = random.uniform(0.01, 1.0) * ranges[key]
+        if is_muon and random.random() < 0.3:
+            group["optimizer"] = "adamw"
+        groups.append(group)
+    return groups
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_groups_equal_optimizers_of_single_parameters(name: str) -> None:
+    """Each parameter moves as with torch's AdamW, or Muon, of its options alone."""
+    for seed in range(12):
+        random = Random(seed)
+        torch.manual_seed(seed)
+        config = PRESETS["toy"].model_copy(update={"num_layers": 2, "dim": 16, "vocab_size": 40})
+        model = decoder.Decoder(config)
+        names = [each for each, _ in model.named_parameters()]
+        tables = random_groups(random, names, name == "muon")
+        optim = OptimSection(name=name, lr=0.01, groups=tuple(OptimGroup(**t) for t in tables))
+        inside = {param for block in decoder.blocks(model) for param in block.parameters()}
+        build_it = build_muon if name == "muon" else build_adamw
+        optimizer = build_optimizer(
+            model.named_parameters(), optim, build_it, decoder.has_weight_decay, inside
+        )
+        expected: dict[str, tuple[nn.Parameter, Any, float]] = {}
+        for full_name, param in model.named_parameters():
+            own: dict[str, Any] = next(
+                (t for t in tables if any(fnmatchcase(full_name, p) for p in t["params"])), {}
+            )
+            copy = nn.Parameter(param.detach().clone())
+            decays = full_name.endswith("_proj.weight") or full_name == "lm_head.weight"
+            options = {
+                "betas": (own.get("beta1", 0.9), own.get("beta2", 0.95)),
+                "eps": own.get("eps", 1e-8),
+                "weight_decay": own.get("weight_decay", 0.1 if decays else 0.0),
+            }
+            reference: Any = torch.optim.AdamW([copy], **options)
+            if name == "muon" and "_proj" in full_name and "optimizer" not in own:
+                group = {"params": [copy], "matrices": True} | options
+                reference = build_muon([group], OptimSection(name="muon"))
+            expected[full_name] = copy, reference, own.get("lr_mult", 1.0)
+        for step in range(3):
+            lr = 0.01 / (1 + step)
+            set_learning_rate(optimizer, lr)
+            for full_name, param in model.named_parameters():
+                copy, reference, lr_mult = expected[full_name]
+                param.grad = torch.randn_like(param)
+                copy.grad = param.grad.clone()
+                reference.param_groups[0]["lr"] = lr * lr_mult
+                reference.step()
+            optimizer.step()
+        for full_name, param in model.named_parameters():
+            torch.testing.assert_close(param, expected[full_name][0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "keys", "message"),
+    [
+        (
+            '{params=["*nrm*"]}',
+            "",
+            r'optim.groups="\*nrm\*" matches no trainable parameter.* Use one',
+        ),
+        (
+            '{params=["embed_token.*"]}',
+            "",
+            r"optim.groups=.* matches no .* Did you mean 'embed_tokens.weight'",
+        ),
+        (
+            '{params=["*"]}, {params=["embed*", "*.k_proj.*"]}',
+            "",
+            r'optim.groups="\*.k_proj.\*" matches only parameters of earlier groups. Move its',
+        ),
+        ('{params=["*.k_proj.*"], momentum=0.5}', "", r"groups.momentum=0.5 has no effect: Muon"),
+        (
+            '{params=["*"], optimizer="adamw"}',
+            "",
+            r"groups.optimizer=\"adamw\" has no effect: Muon",
+        ),
+        ('{params=["*.k_proj.*"], eps=1}', "optim.name=muon", r"groups.eps=1.0 has no .*: AdamW"),
+        ('{params=["*.q_proj.*"]}', "lora.rank=4 lora.targets=k_proj", r"matches no trainable"),
+    ],
+)
+def test_optimizer_groups_without_effect_are_refused(groups: str, keys: str, message: str) -> None:
+    overrides = [(key, value) for key, _, value in (each.partition("=") for each in keys.split())]
+    job = small_job(("optim.groups", f"[{groups}]"), *overrides)
+    with pytest.raises(InvalidConfig, match=message):
+        resolve(job, Machine("cpu", devices=1, world_size=1))
+
+
+def test_optimizer_groups_are_read_from_toml_and_written_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "demo"\n[[optim.groups]]\nparams = ["embed*"]\nlr_mult = 0.1\n'
+        '[[optim.groups]]\nparams = ["*.norm*"]\nweight_decay = 0.2\nbeta2 = 0.5\n'
+    )
+    job, base, errors = read_job(str(path))
+    assert not errors
+    assert [group.options(job.optim) for group in job.optim.groups] == [
+        {"lr_mult": 0.1},
+        {"lr_mult": 1.0, "weight_decay": 0.2, "betas": (0.9, 0.5)},
+    ]
+    again = tmp_path / "job.toml"
+    again.write_text(to_toml(job, "mine", base))
+    assert read_job(str(again))[0] == job
+    for groups, rule in (
+        ('[{params=["*"], lr_mult=0}]', r"\[0\].lr_mult must be greater than 0"),
+        ('[{params=["*"]}, {lrmult=1}]', r"\[1\].params is missing or \[1\].lrmult is not a known"),
+    ):
+        _, _, errors = read_job("demo", [("optim.groups", groups)])
+        assert re.search(rule, str(errors[0]))
 
 
 def test_optimizer_step_equals_adamw() -> None:

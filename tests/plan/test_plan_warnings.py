@@ -25,7 +25,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "objective eval_interval eval_sequences",
         "lora": "rank targets quantize",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
-        "warmup_steps",
+        "warmup_steps groups",
         "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",
         "precision": "compute_dtype float8",
         "activation_checkpoint": "mode offload",

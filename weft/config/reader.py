@@ -253,8 +253,11 @@ def _translate(
     for entry in error.errors(include_url=False):
         # An error of nesting names no key; blame every list and table.
         nested = [last for last, value in values.items() if isinstance(value, list | dict)]
+        # Of a list of tables, the table and its key.
+        inner = [loc for loc in entry["loc"][1:3] if len(entry["loc"]) > 2]
+        where = f"[{inner[0]}].{inner[1]} " if inner and isinstance(inner[0], int) else ""
         for last in entry["loc"][:1] or nested:
-            rules.setdefault(str(last), []).append(validation_rule(entry))
+            rules.setdefault(str(last), []).append(where + validation_rule(entry))
     errors = ConfigErrors()
     for last, rule in rules.items():
         field = kind.model_fields.get(last)

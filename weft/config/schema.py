@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -298,19 +299,46 @@ class LoraSection(Section):
         return self.rank > 0
 
 
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+Above0 = Annotated[float, Field(gt=0)]
+
+
+class OptimGroup(Section):
+    """Parameters with other options; auto: the value of section optim."""
+
+    params: tuple[Text, ...] = key(..., "patterns of names of the full model", min_length=1)
+    lr_mult: Above0 = key(1.0, "factor of the learning rate")
+    weight_decay: Annotated[float, Field(ge=0)] | Auto = key("auto", "weight decay")
+    beta1: Fraction | Auto = key("auto", "decay of the first moment")
+    beta2: Fraction | Auto = key("auto", "decay of the second moment")
+    eps: Above0 | Auto = key("auto", "term added to the denominator")
+    momentum: Fraction | Auto = key("auto", "muon: momentum decay")
+    optimizer: Literal["auto", "adamw"] = key("auto", "muon: adamw for these matrices, too")
+
+    def options(self, optim: OptimSection) -> dict[str, Any]:
+        """Return the options of a torch parameter group that differ from the optimizer's."""
+        values = {name: value for name, value in self if value != "auto"}
+        betas = values.pop("beta1", optim.beta1), values.pop("beta2", optim.beta2)
+        options = {} if betas == (optim.beta1, optim.beta2) else {"betas": betas}
+        return options | {name: values[name] for name in values.keys() - {"params", "optimizer"}}
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     name: Name = key("adamw", "optimizer: adamw, muon, or module:function")
     state_dtype: Literal["float32", "bfloat16", "8bit"] = key(
         "float32",
-        "adamw: dtype of the moments; 8bit applies to the blocks' matrices, the rest stays float32",
+        "adamw and muon: dtype of the moments; 8bit applies to the blocks' matrices, the rest "
+        "stays float32",
     )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "muon: momentum decay")
-    lr: Annotated[float, Field(gt=0)] = key(3e-4, "peak learning rate")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "decay of the second moment")
-    eps: Annotated[float, Field(gt=0)] = key(1e-8, "term added to the denominator")
+    momentum: Fraction = key(0.95, "muon: momentum decay")
+    lr: Above0 = key(3e-4, "peak learning rate")
+    beta1: Fraction = key(0.9, "decay of the first moment")
+    beta2: Fraction = key(0.95, "decay of the second moment")
+    eps: Above0 = key(1e-8, "term added to the denominator")
     weight_decay: Annotated[float, Field(ge=0)] = key(
         0.1, "decoupled weight decay of matrices; norms and embeddings have none"
     )
@@ -329,6 +357,14 @@ class OptimSection(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.1, "final learning rate, as a fraction of the peak"
     )
+    groups: tuple[OptimGroup, ...] = key(
+        (), "parameters with other options, as tables [[optim.groups]]; the first match applies"
+    )
+
+    def group_of(self, name: str) -> int:
+        """Return the index of a parameter's group in ``groups``; -1: none."""
+        patterns = [(i, each) for i, group in enumerate(self.groups) for each in group.params]
+        return next((i for i, pattern in patterns if fnmatchcase(name, pattern)), -1)
 
     def num_warmup_steps(self, steps: int) -> int:
         """Return the steps of warm-up in a run of ``steps``."""

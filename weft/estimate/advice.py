@@ -133,7 +133,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     elif plan.dp_shard > 1 and job.parallel.cp == 1:
         keeps_unsharded = plan.reshard_after_forward is False
         yield {"parallel.reshard_after_forward": "always" if keeps_unsharded else "never"}
-    if plan.optimizer == "adamw":
+    if plan.optimizer in ("adamw", "muon"):
         smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
         for dtype in smaller_dtypes.get(plan.state_dtype, ()):
             yield {"optim.state_dtype": dtype}

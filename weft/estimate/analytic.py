@@ -145,7 +145,7 @@ class DecoderFormulas:
             "budget": 1 - section.memory_budget,
         }.get(plan.activation_checkpoint, 0.0)
         self.gradient_bytes = 4 if plan.reduce_dtype == "float32" else 2
-        self.state_bytes = 8 + moment_bytes_per_param(plan.state_dtype, plan_cost(plan))
+        self.state_bytes = 8 + moment_bytes_per_param(plan.job.optim, plan_cost(plan))
         accumulates = plan.gradient_sync == "step" and plan.num_microbatches > 1
         self.unsharded_bytes = 4.0 if accumulates and self.zero == 3 else 0.0
         chunk = chunk_tokens(int(self.tokens), int(self.vocab), compiled)

@@ -304,9 +304,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return False
         return True
 
-    def record_updates(
-        self, device: str, update: Callable[..., None], params: Iterable[Any], *args: Any
-    ) -> None:
+    def record_updates(self, device: str, params: Iterable[Any], *args: Any) -> None:
         """Record an optimizer's update of each parameter, in the block of the parameter.
 
         On a GPU it is one kernel, which writes everything it reads except the gradient.  On a CPU
@@ -327,7 +325,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._append(block, call=OpCall("update", 0.0, shapes, reads, tuple(written)))
                 continue
             self.location = self.location._replace(block=block)
-            lean.update_all(update, [tensors], *args)
+            lean.update_all([tensors], *args)
             self.location = self.location._replace(block=None)
 
     def record_kernel(self, function: Callable[..., Any], *args: Any) -> Any:

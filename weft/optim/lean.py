@@ -1,10 +1,12 @@
-"""AdamW with moments in bfloat16 or 8 bits, instead of float32.
+"""AdamW with moments in bfloat16 or 8 bits; Muon has its momentum in them, too.
 
 AdamW's moments are 8 of the 16 bytes per parameter in training.  Two formats are smaller:
 
     bfloat16    Two bytes, with float32's exponents, so nothing underflows.
     8bit        One byte each for the matrices of the blocks, see below.  All other parameters
                 (embedding, head, gains) keep float32 moments, because their rows may be rare.
+
+*float32*, which only Muon asks for here, is the same arithmetic without rounding.
 
 Round-to-nearest would fail.  The second moment moves by (1 - beta2) of its distance per step.  With
 beta2 = 0.999 that is less than half of the last place, so the moment could never decrease.  Both
@@ -19,10 +21,12 @@ much too small, so both moments have a relative error:
                 the largest (20 of the root) are rounded up, and move less.
     first       its ratio to the root of the *stored* second moment, which is bounded by a function
                 of the betas: 127 steps to each side, finer near zero.
+    momentum    (of Muon) its ratio to the largest of its block, in bfloat16: the same steps.
 
-A stored pair therefore never gives a larger update than AdamW can.  Blocks lie in rows of the
-unsharded parameter.  The random bits are a hash of the parameter's name, the step and the position
-in the unsharded parameter, so every layout rounds alike, and a resumed run gets the same bits.
+A stored pair therefore never gives a larger update than AdamW can.  Blocks lie in the rows of a
+shard; the last one may be shorter.  The random bits are a hash of the parameter's name, the step
+and the position in the unsharded parameter.  So a resumed run gets the same bits, and layouts round
+alike, unless tensor parallelism cuts a row between two blocks: then their ranges differ.
 
 torchao's 8-bit states, which resemble bitsandbytes', share one linear scale over 256 elements of a
 shard.  An element with 2e-4 of the block's largest gradient has second moment 0 but a nonzero
@@ -39,10 +43,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -52,8 +57,10 @@ from weft.plan.matrices import MOMENT_BLOCK_SIZE
 
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
 MAX_OCTAVES = 40  # of the second moment that a block can span
+TO_NEAREST = (1 << 15) - (1 << 31)  # both halves of 32 random bits
 MAX_FINE = 7  # log2 of the maximum steps per octave
 PARAMS_PER_CALL = 4  # of a compiled update
+ADAMW_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 class LowPrecisionAdamW(Optimizer):
@@ -61,7 +68,8 @@ class LowPrecisionAdamW(Optimizer):
 
     Parameter groups are as for torch's AdamW.  Groups with ``low_precision`` false keep float32
     moments under 8bit.  A group's ``names`` are its parameters' names in the full model; without
-    them, random bits depend on the order.
+    them, random bits depend on the order.  Parameters of a group with ``moments`` have these, and
+    do not change: the update is written into `directions`.
 
     Loaded moments have the saved dtype until `convert_loaded_state` is called.
     """
@@ -79,11 +87,12 @@ class LowPrecisionAdamW(Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        state_dtype: Literal["bfloat16", "8bit"],
+        state_dtype: Literal["float32", "bfloat16", "8bit"],
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype = state_dtype
         self._positions: dict[Tensor, ShardPosition] = {}  # of this rank's shards
+        self.directions: dict[Tensor, Tensor] = {}  # see `weft.optim.muon`
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -97,6 +106,8 @@ class LowPrecisionAdamW(Optimizer):
                 if param.grad is None:
                     continue
                 local, state = to_local(param).detach(), self.state[param]
+                if "moments" in group:
+                    local = self.directions[param] = torch.empty_like(local)
                 if not state:
                     state["step"] = torch.zeros((), device=local.device)
                     self._allocate(param, group, state)
@@ -108,10 +119,12 @@ class LowPrecisionAdamW(Optimizer):
                 steps.append(state["step"])
                 if local.numel() == 0:
                     continue
-                moments, update = _plain_moments(state)
-                grad, position = to_local(param.grad), self._positions[param]
-                tensors = ParamTensors(local, grad, moments, state["step"], position)
-                calls[index, update, local.shape, *position[1:]].append(tensors)
+                moments, position = _plain_moments(state), self._positions[param]
+                tensors = ParamTensors(
+                    local, to_local(param.grad), moments, state["step"], position
+                )
+                kind = len(moments), moments[0].dtype
+                calls[index, kind, local.shape, *position[1:]].append(tensors)
         if not steps:
             return
         device = steps[0].device
@@ -119,12 +132,12 @@ class LowPrecisionAdamW(Optimizer):
         scale = torch.ones(()) if self.grad_scale is None else self.grad_scale
         skip, scale = found_inf.to(device) > 0, scale.to(device)
         torch._foreach_add_(steps, [(~skip).float()] * len(steps))
-        for (index, update, *_), params in calls.items():
+        for (index, *_), params in calls.items():
             group = self.param_groups[index]
             numbers = *group["betas"], group["eps"], group["weight_decay"]
             options = AdamWOptions(skip, scale, torch.tensor(group["lr"]), *numbers)
             for first in range(0, len(params), PARAMS_PER_CALL):
-                run_updates(update, params[first : first + PARAMS_PER_CALL], options)
+                run_updates(params[first : first + PARAMS_PER_CALL], options)
 
     def convert_loaded_state(self) -> None:
         """Convert loaded moments from the saved dtype and device, in place."""
@@ -133,66 +146,45 @@ class LowPrecisionAdamW(Optimizer):
                 state = self.state.get(param)
                 if not state:
                     continue
-                device = to_local(param).device
-                state["step"] = state["step"].to(device)
-                loaded = [to_local(state[key]).to(device) for key in ("exp_avg", "exp_avg_sq")]
+                local, keys = to_local(param), group.get("moments", ADAMW_MOMENTS)
+                state["step"] = state.get("step", torch.zeros(())).to(local.device)
+                loaded = [to_local(state[key]).to(local.device).float() for key in keys]
                 self._allocate(param, group, state)
-                first, second = (to_local(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-                if not (isinstance(first, PackedMoment) and isinstance(second, PackedMoment)):
-                    first.copy_(loaded[0])
-                    second.copy_(loaded[1])
-                elif second.numel():
-                    # Round to nearest: moments saved in 8 bits are restored exactly.
-                    half = torch.full_like(second.codes, 1 << 15, dtype=torch.int32)
-                    pack_second(loaded[1].float(), half, second.codes, second.ranges)
-                    root = unpack_second(second.codes, second.ranges).sqrt()
-                    pack_first(
-                        loaded[0].float(), root, _max_ratio(*group["betas"]), half, first.codes
-                    )
+                # Round to nearest: moments saved in fewer bits are restored exactly.
+                bits = torch.full_like(local, TO_NEAREST, dtype=torch.int32)
+                if local.numel():
+                    pack(loaded, bits, _max_ratio(*group["betas"]), _plain_moments(state))
 
     def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Allocate zero moments for a parameter.
-
-        Raises:
-            ValueError: if the layout splits rows into shards that are not whole blocks.
-        """
-        local = to_local(param)
-        first: Tensor
-        second: Tensor
-        is_packable = group.get("low_precision", True) and is_packed(param.shape)
-        if self.state_dtype == "8bit" and is_packable:
+        """Allocate zero moments for a parameter."""
+        local, keys = to_local(param), group.get("moments", ADAMW_MOMENTS)
+        moments: list[Tensor]
+        if self.state_dtype == "8bit" and group.get("low_precision", True) and param.dim() >= 2:
             *rows, columns = local.shape
-            if columns % MOMENT_BLOCK_SIZE:
-                raise ValueError(
-                    f"optim.state_dtype=8bit: a rank's {columns} columns of a parameter of shape "
-                    f"{tuple(param.shape)} are not a multiple of {MOMENT_BLOCK_SIZE}"
-                )
-            # Both use `zeros`, by which a trace recognizes optimizer state.
-            codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-            shape = (*rows, columns // MOMENT_BLOCK_SIZE)
-            ranges = torch.zeros(shape, dtype=torch.int16, device=local.device)
-            second = PackedMoment(codes, ranges)
+            shape = (*rows, -(-columns // MOMENT_BLOCK_SIZE))
+            # All use `zeros`, by which a trace recognizes optimizer state.
             codes = torch.zeros(local.shape, dtype=torch.int8, device=local.device)
-            first = PackedMoment(codes, ranges, MomentRatio(second, _max_ratio(*group["betas"])))
+            if keys == MUON_MOMENTS:
+                scales = torch.zeros(shape, dtype=torch.bfloat16, device=local.device)
+                moments = [PackedMoment(codes, scales)]
+            else:
+                second_codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+                ranges = torch.zeros(shape, dtype=torch.int16, device=local.device)
+                second = PackedMoment(second_codes, ranges)
+                ratio = MomentRatio(second, _max_ratio(*group["betas"]))
+                moments = [PackedMoment(codes, ranges, ratio), second]
         else:
             dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else local.dtype
-            first, second = (torch.zeros_like(local, dtype=dtype) for _ in range(2))
-        state["exp_avg"], state["exp_avg_sq"] = (
-            shard_like(param, moment) for moment in (first, second)
-        )
+            moments = [torch.zeros_like(local, dtype=dtype) for _ in keys]
+        for key, moment in zip(keys, moments, strict=True):
+            state[key] = shard_like(param, moment)
 
 
-def _plain_moments(state: dict[str, Any]) -> tuple[tuple[Tensor, ...], Callable[..., None]]:
-    """Return the tensors of a parameter's moments, and the function that updates them."""
-    first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
-    if isinstance(first, PackedMoment) and isinstance(second, PackedMoment):
-        return (first.codes, second.codes, second.ranges), _update_packed
-    return (first, second), _update
-
-
-def is_packed(shape: Sequence[int]) -> bool:
-    """Return True if a parameter of that unsharded shape has rows of whole blocks."""
-    return len(shape) >= 2 and shape[-1] % MOMENT_BLOCK_SIZE == 0
+def _plain_moments(state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return the tensors of a parameter's moments; if packed, codes and ranges."""
+    moments = [to_local(state[key]) for key in (*ADAMW_MOMENTS, *MUON_MOMENTS) if key in state]
+    codes = [moment.codes for moment in moments if isinstance(moment, PackedMoment)]
+    return (*codes, moments[0].ranges) if isinstance(moments[0], PackedMoment) else tuple(moments)
 
 
 # --------------------------------------------------------------------------- eight bits
@@ -209,7 +201,8 @@ class PackedMoment(Tensor):
     """Moment in 8 bits that represents float32 values; see `dequantize`.
 
     ``codes`` has the moment's shape: uint8 for a second moment, int8 for a first, which has a
-    ``ratio``.  ``ranges``, int16 ``[..., columns / MOMENT_BLOCK]``, are 8 * bottom + fine.
+    ``ratio``, and for a momentum.  ``ranges`` ``[..., blocks of a row]`` are 8 * bottom + fine, in
+    int16; of a momentum the largest magnitudes, in bfloat16.
     """
 
     codes: Tensor
@@ -249,17 +242,30 @@ class PackedMoment(Tensor):
     def dequantize(self) -> Tensor:
         """Return the float32 values in new memory."""
         if self.ratio is None:
-            return unpack_second(self.codes, self.ranges)
+            is_second = self.codes.dtype == torch.uint8
+            return (unpack_second if is_second else unpack_momentum)(self.codes, self.ranges)
         second, limit = self.ratio
         return unpack_first(self.codes, unpack_second(second.codes, second.ranges).sqrt(), limit)
 
 
+def _to_blocks(values: Tensor, ranges: Tensor) -> Tensor:
+    """Return rows as ``[..., blocks, MOMENT_BLOCK_SIZE]``, padded with zeros."""
+    padding = ranges.shape[-1] * MOMENT_BLOCK_SIZE - values.shape[-1]
+    padded = F.pad(values, (0, padding)) if padding else values
+    return padded.reshape(*ranges.shape, MOMENT_BLOCK_SIZE)
+
+
+def _from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    """Invert `_to_blocks`; the rows have the length of those of ``like``."""
+    return blocks.flatten(-2)[..., : like.shape[-1]]
+
+
 def unpack_second(codes: Tensor, ranges: Tensor) -> Tensor:
     """Return the second moments of codes: float32."""
-    blocks = codes.view(*ranges.shape, MOMENT_BLOCK_SIZE).float()
+    blocks = _to_blocks(codes, ranges).float()
     bottom, fine = (ranges >> 3).float().unsqueeze(-1), (ranges & 7).float().unsqueeze(-1)
     values = (bottom + (blocks - 1) * (-fine).exp2()).exp2()
-    return values.where(blocks > 0, 0.0).view(codes.shape)
+    return _from_blocks(values.where(blocks > 0, 0.0), codes)
 
 
 def pack_second(values: Tensor, random_bits: Tensor, codes: Tensor, ranges: Tensor) -> None:
@@ -271,7 +277,7 @@ def pack_second(values: Tensor, random_bits: Tensor, codes: Tensor, ranges: Tens
         codes: uint8 output.
         ranges: int16 output.
     """
-    blocks = values.view(*ranges.shape, MOMENT_BLOCK_SIZE)
+    blocks = _to_blocks(values, ranges)
     nonzero = blocks >= MIN_SECOND_MOMENT
     logs = blocks.where(nonzero, 1.0).log2()
     any_nonzero = nonzero.any(-1, keepdim=True)
@@ -287,9 +293,9 @@ def pack_second(values: Tensor, random_bits: Tensor, codes: Tensor, ranges: Tens
     low = position.floor()
     # Position between the two values, not between their logarithms.
     up_probability = (((position - low) / steps).exp2() - 1) / ((1 / steps).exp2() - 1)
-    rounds_up = random_bits.view(blocks.shape).float() < up_probability * (1 << 16)
+    rounds_up = _to_blocks(random_bits, ranges).float() < up_probability * (1 << 16)
     code = (low + rounds_up).clamp(max=254.0) + 1
-    codes.copy_(code.where(nonzero, 0.0).view(codes.shape))
+    codes.copy_(_from_blocks(code.where(nonzero, 0.0), codes))
     ranges.copy_((bottom * 8 + fine).squeeze(-1))
 
 
@@ -322,10 +328,76 @@ def pack_first(
         codes: int8 output.
     """
     ratio = (values / root).where(root > 0, 0.0)
-    position = (ratio.abs() * (1 / limit)).clamp(max=1.0).sqrt() * 127
+    codes.copy_(_round_ratio(ratio, ratio.abs() * (1 / limit), random_bits))
+
+
+def _round_ratio(signed: Tensor, fraction: Tensor, random_bits: Tensor) -> Tensor:
+    """Return the codes from -127 to 127 of fractions of a limit, with the given signs."""
+    position = fraction.clamp(max=1.0).sqrt() * 127
     low = position.floor()
     rounds_up = random_bits.float() < (position.square() - low.square()) / (2 * low + 1) * (1 << 16)
-    codes.copy_((low + rounds_up).clamp(max=127.0).copysign(ratio))
+    return (low + rounds_up).clamp(max=127.0).copysign(signed)
+
+
+def unpack_momentum(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the momentum of codes: float32.
+
+    The largest of a block is exactly its scale.
+    """
+    ratio = _to_blocks(codes, scales).float() / 127
+    return _from_blocks(ratio * ratio.abs() * scales.float().unsqueeze(-1), codes)
+
+
+def pack_momentum(values: Tensor, random_bits: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write a momentum into codes and the scales of their blocks.
+
+    Args:
+        values: float32.
+        random_bits: int32; the upper half of a block's first rounds its scale, the others codes.
+        codes: int8 output.
+        scales: bfloat16 output.
+    """
+    blocks, bits = _to_blocks(values, scales), _to_blocks(random_bits, scales)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = round_stochastic(largest, bits[..., :1] >> 16 & 0xFFFF)
+    fraction = (blocks.abs() / scale.float()).where(scale > 0, 0.0)
+    fraction = fraction.masked_fill(blocks.abs() == largest, 1.0)  # for any rounding of the scale
+    codes.copy_(_from_blocks(_round_ratio(blocks, fraction, bits & 0xFFFF), codes))
+    scales.copy_(scale.squeeze(-1))
+
+
+def unpack(moments: Sequence[Tensor], limit: float) -> list[Tensor]:
+    """Return the float32 values of moments; see `_plain_moments`."""
+    if moments[0].dtype != torch.int8:
+        return [moment.float() for moment in moments]
+    if len(moments) == 2:
+        return [unpack_momentum(*moments)]
+    second = unpack_second(*moments[1:])
+    return [unpack_first(moments[0], second.sqrt(), limit), second]
+
+
+def pack(
+    values: Sequence[Tensor], random_bits: Tensor, limit: float, moments: Sequence[Tensor]
+) -> None:
+    """Write float32 values into moments; see `_plain_moments`.
+
+    Args:
+        values: of AdamW's moments, or of a momentum.
+        random_bits: 32 of each element.
+        limit: maximum of the ratio of AdamW's first moment to the root of the second.
+        moments: outputs.
+    """
+    halves = random_bits & 0xFFFF, random_bits >> 16 & 0xFFFF
+    if moments[0].dtype != torch.int8:
+        for value, half, moment in zip(values, halves, moments, strict=False):
+            is_rounded = moment.dtype == torch.bfloat16
+            moment.copy_(round_stochastic(value, half) if is_rounded else value)
+    elif len(values) == 1:
+        pack_momentum(values[0], random_bits, moments[0], moments[1])
+    else:
+        first_codes, *second = moments
+        pack_second(values[1], halves[1], *second)
+        pack_first(values[0], unpack_second(*second).sqrt(), limit, halves[0], first_codes)
 
 
 def _max_ratio(beta1: float, beta2: float) -> float:
@@ -344,9 +416,9 @@ def _max_ratio(beta1: float, beta2: float) -> float:
 class ParamTensors(NamedTuple):
     """A parameter's shard and what belongs to it."""
 
-    param: Tensor
+    param: Tensor  # of Muon's matrices: the direction, an output
     grad: Tensor
-    moments: tuple[Tensor, ...]  # float or bfloat16; or codes of both, and ranges
+    moments: tuple[Tensor, ...]  # float or bfloat16; or codes of each, and ranges
     step: Tensor  # of this update, from 1
     position: ShardPosition
 
@@ -357,7 +429,7 @@ class AdamWOptions(NamedTuple):
     skip: Tensor  # if true, the update changes nothing
     grad_scale: Tensor  # divides gradients
     lr: Tensor
-    beta1: float
+    beta1: float  # of Muon's matrices: the decay of the momentum
     beta2: float
     eps: float
     weight_decay: float
@@ -371,63 +443,36 @@ class ShardPosition(NamedTuple):
     shape: tuple[int, ...]  # unsharded
 
 
-def run_updates(
-    update: Callable[..., None], params: list[ParamTensors], options: AdamWOptions
-) -> None:
+def run_updates(params: list[ParamTensors], options: AdamWOptions) -> None:
     """Update parameters whose shards are alike, on a GPU in one compiled call."""
     enabled = params[0].param.device.type != "cpu"
-    run_compiled("the optimizer's update", enabled, update_all, update, params, options)
+    run_compiled("the optimizer's update", enabled, update_all, params, options)
 
 
-def update_all(
-    update: Callable[..., None], params: list[ParamTensors], options: AdamWOptions
-) -> None:
-    """Call ``update`` for each parameter."""
-    for *tensors, position in params:
-        update(*tensors, options, position)
-
-
-def _update(
-    param: Tensor,
-    grad: Tensor,
-    moments: tuple[Tensor, Tensor],
-    step: Tensor,
-    options: AdamWOptions,
-    position: ShardPosition,
-) -> None:
-    """Update by AdamW in float32, in place; with ``skip`` all bits stay the same."""
-    first, second = (moment.float() for moment in moments)
-    new_first, new_second = _adamw(param, grad, first, second, step, options)
-    exp_avg, exp_avg_sq = moments
-    if exp_avg.dtype == torch.bfloat16:
-        random_bits = _random_bits(param, step, position)
-        new_first = round_stochastic(new_first, random_bits & 0xFFFF)
-        new_second = round_stochastic(new_second, random_bits >> 16 & 0xFFFF)
-    exp_avg.copy_(new_first)
-    exp_avg_sq.copy_(new_second)
-
-
-def _update_packed(
-    param: Tensor,
-    grad: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor],
-    step: Tensor,
-    options: AdamWOptions,
-    position: ShardPosition,
-) -> None:
-    """Update as `_update` does; moments in 8 bits: codes of both, and ranges."""
-    first_codes, second_codes, ranges = moments
+def update_all(params: list[ParamTensors], options: AdamWOptions) -> None:
+    """Update parameters, in place; with ``skip`` all bits stay the same."""
     limit = _max_ratio(options.beta1, options.beta2)
-    second = unpack_second(second_codes, ranges)
-    first = unpack_first(first_codes, second.sqrt(), limit)
-    new_first, new_second = _adamw(param, grad, first, second, step, options)
-    random_bits = _random_bits(param, step, position)
-    packed = [torch.empty_like(tensor) for tensor in moments]
-    pack_second(new_second, random_bits >> 16 & 0xFFFF, packed[1], packed[2])
-    root = unpack_second(packed[1], packed[2]).sqrt()
-    pack_first(new_first, root, limit, random_bits & 0xFFFF, packed[0])
-    for old, new in zip(moments, packed, strict=True):
-        old.copy_(torch.where(options.skip, old, new))
+    for param, grad, moments, step, position in params:
+        old = unpack(moments, limit)
+        update: Any = _adamw if len(old) == 2 else _nesterov
+        new = update(param, grad, *old, step, options)
+        is_packed, bits = moments[0].dtype == torch.int8, step.int()
+        if is_packed or moments[0].dtype == torch.bfloat16:
+            bits = _random_bits(param, step, position)
+        outputs = [torch.empty_like(each) for each in moments] if is_packed else moments
+        pack(new, bits, limit, outputs)
+        for moment, output in zip(moments, outputs, strict=True) if is_packed else ():
+            moment.copy_(torch.where(options.skip, moment, output))
+
+
+def _nesterov(
+    direction: Tensor, grad: Tensor, momentum: Tensor, step: Tensor, options: AdamWOptions
+) -> tuple[Tensor]:
+    """Write the Nesterov momentum into ``direction``; return the new float32 momentum."""
+    grad = (grad.float() / options.grad_scale).masked_fill(options.skip, 0.0)
+    new = torch.where(options.skip, momentum, momentum.lerp(grad, 1 - options.beta1))
+    direction.copy_(grad.lerp(new, options.beta1))
+    return (new,)
 
 
 def _adamw(

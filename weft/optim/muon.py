@@ -8,12 +8,16 @@ and applies to the blocks' matrices only; AdamW updates all other parameters.
 *Sharding.*  Every rank holds a shard of each matrix.  If every rank gathered every matrix, n ranks
 would repeat the same work.  Instead each matrix has an owner: one all-to-all sends the shards to
 the owner, which orthogonalizes the matrix, and a second all-to-all returns the results.  Matrices
-are assigned to owners by cost, for equal work.  An all-to-all moves as many bytes as a rank holds
-of the model in bfloat16.  The layout is read from the tensors, so FSDP, tensor parallelism and both
-together work alike.
+are assigned to owners by cost, for equal work.  The layout is read from the tensors, so FSDP,
+tensor parallelism and both together work alike.
+
+*Replicas* (HSDP, and weights that tensor parallelism replicates) share the work, too.  Each part of
+a matrix is sent once, by a rank of the owner's replica if one has it, and every rank that holds the
+part receives the result.  So a rank receives as many bytes as it holds of the model in bfloat16,
+and sends as many; to its owners it sends only its replica's share.
 
 *Experts.*  Their weights are stacks of matrices, each with its update.  FSDP and expert parallelism
-shard a stack between matrices: a rank that has all of a matrix is the owner.
+shard a stack between matrices: one of the ranks that have all of a matrix is the owner.
 
 The update is scaled to AdamW's usual size, 0.2 sqrt(max(rows, columns)), so that learning rate and
 weight decay mean the same for both (Moonlight, arXiv:2502.16982, section 2.2).
@@ -23,7 +27,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +38,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from weft.config.schema import OptimSection
-from weft.models.layers import is_fake
+from weft.optim.lean import MUON_MOMENTS, LowPrecisionAdamW
 from weft.optim.optimizer import adamw_options
-from weft.parallel.dtensor import is_dtensor, shard_offsets, to_local
+from weft.parallel.dtensor import is_dtensor, shard_bounds, to_local
 from weft.parallel.mesh import Groups, create_mesh
 from weft.parallel.private import without_fake_tensors
 
@@ -44,68 +49,48 @@ NEWTON_SCHULZ_STEPS = 5
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
-class Muon(torch.optim.AdamW):
-    """Muon for groups with ``matrices`` true, fused AdamW for the others.
+class Muon(LowPrecisionAdamW):
+    """Muon for groups with ``matrices`` true, AdamW for the others.
 
     Args:
-        groups: parameter groups; those with ``matrices`` have matrices and stacks of them.
+        groups: parameter groups; those with ``matrices`` have matrices and stacks of them, and may
+            have another ``momentum``.
         momentum: Nesterov momentum of the matrices.
-        **adamw: options of torch's AdamW.
+        **adamw: options of `LowPrecisionAdamW`; ``state_dtype`` is also that of the momentum.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **adamw: Any) -> None:
-        super().__init__(groups, fused=True, **adamw)
-        self.momentum = momentum
+        super().__init__(groups, **adamw)
         self._exchanges: list[_MatrixExchange] | None = None
         # Process groups are created collectively, also by ranks that hold no shard.
         self._groups: Groups = {}
-        for group in groups:
+        for group in self.param_groups:
+            if group["matrices"]:  # its momentum takes the place of beta1
+                group["betas"] = (group.get("momentum", momentum), 0.0)
+                group["moments"] = MUON_MOMENTS
             for param in group["params"]:
                 _shard_group(param, self._groups)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters; closures are not supported."""
-        assert closure is None
-        all_groups = self.param_groups
-        self.param_groups = [group for group in all_groups if not group["matrices"]]
-        try:
-            super().step()
-        finally:
-            self.param_groups = all_groups
-        groups = [group for group in all_groups if group["matrices"]]
-        group_by_param = {
-            param: group for group in groups for param in group["params"] if param.grad is not None
-        }
+        super().step(closure)  # for matrices it only writes the direction
+        groups = [group for group in self.param_groups if group["matrices"]]
+        group_by_param = {param: group for group in groups for param in group["params"]}
         if self._exchanges is None:
-            self._exchanges = _build_exchanges(list(group_by_param), self._groups)
+            self._exchanges = _build_exchanges(list(self.directions), self._groups)
         for exchange in self._exchanges:
-            directions = [self._direction(param) for param in exchange.params]
+            directions = [self.directions[param] for param in exchange.params]
             for param, update in zip(
                 exchange.params, exchange.orthogonalize(directions), strict=True
             ):
                 lr: Any = group_by_param[param]["lr"]
                 local = to_local(param).detach()
-                if (found_inf := getattr(self, "found_inf", None)) is not None:
-                    lr = lr * (1 - found_inf)
+                if self.found_inf is not None:
+                    lr = lr * (1 - self.found_inf)
                 local.mul_(1 - lr * group_by_param[param]["weight_decay"])
                 local.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape[-2:]))))
-
-    def _direction(self, param: Tensor) -> Tensor:
-        """Return the Nesterov momentum; zeros if the step is skipped."""
-        assert param.grad is not None
-        grad, state = to_local(param.grad), self.state[param]
-        if (grad_scale := getattr(self, "grad_scale", None)) is not None:
-            grad = grad / grad_scale
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(param)
-        buffer = to_local(state["momentum_buffer"])
-        if (found_inf := getattr(self, "found_inf", None)) is None:
-            buffer.lerp_(grad, 1 - self.momentum)
-            return grad.lerp(buffer, self.momentum)
-        skip = found_inf > 0
-        buffer.copy_(torch.where(skip, buffer, buffer.lerp(grad, 1 - self.momentum)))
-        return grad.lerp(buffer, self.momentum).masked_fill(skip, 0.0)
+        self.directions.clear()
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -125,16 +110,16 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def _shard_group(param: Tensor, groups: Groups) -> dist.ProcessGroup | None:
-    """Return the ranks over which a parameter is sharded; None if it is unsharded.
+    """Return the ranks that hold a parameter, or parts of it; None: only this one.
 
-    Collective over all ranks if it is sharded over several axes.  Their groups are in ``groups``.
+    Collective over all ranks if their mesh has several axes.  Those groups are in ``groups``.
     """
     if not is_dtensor(param):
         return None
     mesh: DeviceMesh = param.device_mesh
     names = mesh.mesh_dim_names
     assert names is not None
-    axes = [name for name in names if name != "dp_replicate" and mesh[name].size() > 1]
+    axes = [name for name in names if mesh[name].size() > 1]
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
     with without_fake_tensors():
@@ -149,18 +134,25 @@ def _build_exchanges(params: list[Any], groups: Groups) -> list[_MatrixExchange]
     return [_MatrixExchange(group_params, group) for group, group_params in by_group.items()]
 
 
+Part = tuple[list[int], list[int]]  # offsets and sizes of a rank's part of a matrix
+
+
 class _Matrix(NamedTuple):
     """A matrix of a parameter: the parameter itself, or one of a stack.
 
     Attributes:
         param: index of the parameter.
         item: index in the stack.
-        parts: offsets and sizes of each rank's part.
+        parts: of the ranks that hold a part.
+        owner: rank that orthogonalizes it.
+        senders: ranks that send their parts to the owner: each part once.
     """
 
     param: int
     item: int
-    parts: list[tuple[list[int], list[int]]]
+    parts: dict[int, Part]
+    owner: int = 0
+    senders: Collection[int] = ()
 
     def part_numel(self, rank: int) -> int:
         """Return the number of elements that a rank holds."""
@@ -168,56 +160,48 @@ class _Matrix(NamedTuple):
 
 
 class _MatrixExchange:
-    """Matrices that are sharded over one group, and the rank that owns each."""
+    """Matrices that are held by one group of ranks, and the rank that owns each."""
 
     def __init__(self, params: list[Any], group: dist.ProcessGroup | None) -> None:
         self.group, self.rank = group, 0 if group is None else group.rank()
         size = 1 if group is None else group.size()
         self.params, self.shapes = params, [_stack_shape(param.shape) for param in params]
-        layout = [
-            (_stack_shape(shard_offsets(param), 0), _stack_shape(to_local(param).shape))
-            for param in params
-        ]
-        layouts = [layout]
-        if group is not None:
-            layouts = [layout] * size
-            dist.all_gather_object(layouts, layout, group=group)
-        self.first_items = [offsets[0] for offsets, _ in layout]
         matrices = [
-            _Matrix(p, item, [_part(*layout[p], item) for layout in layouts])
-            for p, shape in enumerate(self.shapes)
-            for item in range(shape[0])
-        ]
-        owners = self._assign_owners(matrices, size)
-        self.owned = [
-            matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == self.rank
+            matrix
+            for p, param in enumerate(params)
+            for matrix in _list_matrices(p, self.shapes[p][0], _layouts(param, group))
         ]
         # An all-to-all sends them by owner.
-        order = sorted(range(len(owners)), key=owners.__getitem__)
-        self.sent = [matrices[i] for i in order]
-        self.to_owners = [0] * size
-        for matrix, owner in zip(matrices, owners, strict=True):
-            self.to_owners[owner] += matrix.part_numel(self.rank)
-        self.from_ranks = [sum(m.part_numel(rank) for m in self.owned) for rank in range(size)]
+        matrices = sorted(self._assign_owners(matrices, size), key=lambda m: m.owner)
+        self.owned = [matrix for matrix in matrices if matrix.owner == self.rank]
+        self.held = [matrix for matrix in matrices if self.rank in matrix.parts]
+        self.sent = [matrix for matrix in self.held if self.rank in matrix.senders]
+        # (rank, index of an owned matrix)
+        self.to_receive = sorted((r, i) for i, m in enumerate(self.owned) for r in m.senders)
+        self.to_return = sorted((r, i) for i, m in enumerate(self.owned) for r in m.parts)
+        self.first_items = [_stack_shape(shard_bounds(param)[0], 0)[0] for param in params]
 
-    def _assign_owners(self, matrices: list[_Matrix], size: int) -> list[int]:
-        """Return the owner of each matrix: the one rank with all of it, or any."""
-        work, owners, split = [0] * size, [0] * len(matrices), []
-        is_traced = is_fake(to_local(self.params[0]))
-        for i, matrix in enumerate(matrices):
-            num_items, rows, columns = self.shapes[matrix.param]
+    def _assign_owners(self, matrices: list[_Matrix], size: int) -> list[_Matrix]:
+        """Return the matrices with their owners: a rank that has all of it, else any."""
+        work, choices, assigned = [0] * size, list[tuple[int, int, list[int], _Matrix]](), []
+        for matrix in matrices:
+            rows, columns = self.shapes[matrix.param][1:]
+            holders = [r for r in matrix.parts if matrix.part_numel(r) == rows * columns]
             cost = rows * columns * min(rows, columns)
-            holders = [r for r in range(size) if matrix.part_numel(r) == rows * columns]
-            # Ranks of a trace know no other rank's experts, and report these as their own.
-            if len(holders) == 1 or (holders and is_traced and num_items > 1):
-                owners[i] = self.rank if self.rank in holders else holders[0]
-                work[owners[i]] += cost
-            else:
-                split.append((cost, i))
-        for cost, i in sorted(split, key=lambda item: -item[0]):
-            owners[i] = work.index(min(work))
-            work[owners[i]] += cost
-        return owners
+            choices.append((len(holders) or size, cost, holders, matrix))
+        # First those with the least choice, of those the largest.
+        for _, cost, holders, matrix in sorted(choices, key=lambda each: (each[0], -each[1])):
+            owner = min(holders or range(size), key=work.__getitem__)
+            work[owner] += cost
+            copies: dict[str, list[int]] = {}
+            for rank, part in matrix.parts.items():
+                copies.setdefault(str(part), []).append(rank)
+            # The ranks of a replica are neighbors in the group.
+            width = size // max(map(len, copies.values()))
+            nearest = partial(_distance, owner, width)
+            senders = {min(ranks, key=nearest) for ranks in copies.values()}
+            assigned.append(matrix._replace(owner=owner, senders=senders))
+        return assigned
 
     def orthogonalize(self, shards: list[Tensor]) -> list[Tensor]:
         """Replace this rank's shards by shards of the orthogonalized matrices, same dtype."""
@@ -227,50 +211,73 @@ class _MatrixExchange:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         local = [_to_compute_dtype(shard.to(device)) for shard in shards]
-        parts = [self._part_of(local[matrix.param], matrix) for matrix in self.sent]
-        send = torch.cat([part.flatten() for part in parts])
-        receive = send.new_empty(sum(self.from_ranks))
-        dist.all_to_all_single(receive, send, self.from_ranks, self.to_owners, group=self.group)
-
-        # Unshard the owned matrices, then copy the results back into the receive buffer.
         counts = Counter(matrix.param for matrix in self.owned)
-        stacks = {p: receive.new_empty(n, *self.shapes[p][1:]) for p, n in counts.items()}
-        unsharded = [matrix for p in counts for matrix in stacks[p].unbind()]
-        views = [
-            _narrow(full, *matrix.parts[rank])
-            for rank in range(len(self.from_ranks))
-            for full, matrix in zip(unsharded, self.owned, strict=True)
-        ]
-        chunks = torch.split(receive, [view.numel() for view in views])
-        for view, values in zip(views, chunks, strict=True):
-            view.copy_(values.view(view.shape))
+        stacks = {p: local[0].new_empty(n, *self.shapes[p][1:]) for p, n in counts.items()}
+        items = {p: iter(stack.unbind()) for p, stack in stacks.items()}
+        owned = [next(items[matrix.param]) for matrix in self.owned]
+
+        def part_of(matrix: _Matrix) -> tuple[int, Tensor]:
+            stack = local[matrix.param].view(_stack_shape(local[matrix.param].shape))
+            return matrix.owner, stack[matrix.item - self.first_items[matrix.param]]
+
+        def part_for(rank: int, i: int) -> tuple[int, Tensor]:
+            return rank, _narrow(owned[i], *self.owned[i].parts[rank])
+
+        # Unshard the owned matrices; return the results to all ranks with a part.
+        received = [part_for(*each) for each in self.to_receive]
+        self._exchange(local[0], [part_of(matrix) for matrix in self.sent], received)
         for stack in stacks.values():
             stack.copy_(orthogonalize(stack))
-        for view, values in zip(views, chunks, strict=True):
-            values.copy_(view.reshape(-1))
-        dist.all_to_all_single(send, receive, self.to_owners, self.from_ranks, group=self.group)
-        returned = torch.split(send, [part.numel() for part in parts])
-        for part, values in zip(parts, returned, strict=True):
-            part.copy_(values.view(part.shape))
+        returned = [part_for(*each) for each in self.to_return]
+        self._exchange(local[0], returned, [part_of(matrix) for matrix in self.held])
         return [new.to(old) for new, old in zip(local, shards, strict=True)]
 
-    def _part_of(self, shard: Tensor, matrix: _Matrix) -> Tensor:
-        """Return this rank's part of a matrix, a view of its shard."""
-        stack = shard.view(_stack_shape(shard.shape))
-        if not matrix.part_numel(self.rank):
-            return stack.new_empty(0)
-        return stack[matrix.item - self.first_items[matrix.param]]
+    def _exchange(
+        self, like: Tensor, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]
+    ) -> None:
+        """Send tensors to ranks, in their order; overwrite those to receive from ranks."""
+        assert self.group is not None
+        to_ranks, from_ranks = [0] * self.group.size(), [0] * self.group.size()
+        for numels, parts in ((to_ranks, sent), (from_ranks, received)):
+            for rank, part in parts:
+                numels[rank] += part.numel()
+        send = torch.cat([like.new_empty(0), *(part.flatten() for _, part in sent)])
+        receive = like.new_empty(sum(from_ranks))
+        dist.all_to_all_single(receive, send, from_ranks, to_ranks, group=self.group)
+        chunks = torch.split(receive, [part.numel() for _, part in received])
+        for (_, part), values in zip(received, chunks, strict=True):
+            part.copy_(values.view(part.shape))
+
+
+def _layouts(param: Any, group: dist.ProcessGroup | None) -> list[Part]:
+    """Return each rank's offsets and sizes in a stack of matrices."""
+    bounds = [shard_bounds(param)]
+    if group is not None:
+        with without_fake_tensors():
+            mesh, ranks = param.device_mesh.mesh, dist.get_process_group_ranks(group)
+            coordinates = [(mesh == rank).nonzero()[0].tolist() for rank in ranks]
+        bounds = [shard_bounds(param, coordinate) for coordinate in coordinates]
+    return [(_stack_shape(offsets, 0), _stack_shape(sizes)) for offsets, sizes in bounds]
+
+
+def _list_matrices(param: int, num_items: int, layouts: list[Part]) -> list[_Matrix]:
+    """Return the matrices of a parameter with the parts of all ranks."""
+    matrices = [_Matrix(param, item, {}) for item in range(num_items)]
+    for rank, (offsets, sizes) in enumerate(layouts):
+        for item in range(offsets[0], offsets[0] + sizes[0]):
+            if math.prod(sizes[1:]):
+                matrices[item].parts[rank] = offsets[1:], sizes[1:]
+    return matrices
+
+
+def _distance(owner: int, width: int, rank: int) -> tuple[bool, int]:
+    """Return a sort key: the owner, its replica of ``width`` ranks, then others."""
+    return rank // width != owner // width, abs(rank - owner)
 
 
 def _stack_shape(shape: Sequence[int], stack: int = 1) -> list[int]:
     """Return the sizes or offsets of a stack of matrices; a matrix is a stack of one."""
     return [*[stack] * (3 - len(shape)), *shape]
-
-
-def _part(offsets: list[int], sizes: list[int], item: int) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of a shard in one matrix of a stack."""
-    has_part = offsets[0] <= item < offsets[0] + sizes[0]
-    return (offsets[1:], sizes[1:]) if has_part else ([0, 0], [0, 0])
 
 
 def _to_compute_dtype(shard: Tensor) -> Tensor:

@@ -12,29 +12,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.config.errors import lookup
-from weft.config.schema import OptimSection
+from weft.config.schema import OptimGroup, OptimSection
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 from weft.parallel.private import set_grad_scaling, to_group_device
 from weft.parallel.tied_parameters import is_second_copy
+from weft.plan.matrices import is_matrix
 
-# (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``names`` of its
-# parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of the
-# blocks or stacks of them, whose moments may have low precision).
+# (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``lr_mult``, ``names``
+# of its parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of
+# the blocks or stacks of them, whose moments may have low precision), and the options of its entry
+# in ``optim.groups``.
 BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 
 
 def build_adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
     """Build AdamW (Loshchilov and Hutter, 2019) with the fused kernel."""
-    if optim.state_dtype != "float32":
+    options = adamw_options(optim)
+    if options["state_dtype"] != "float32":
         adamw: type[Optimizer] = lookup("weft.optim.lean:LowPrecisionAdamW", {})
-        options: dict[str, Any] = {"state_dtype": optim.state_dtype, **adamw_options(optim)}
         return adamw(groups, **options)
-    return torch.optim.AdamW(groups, fused=True, **adamw_options(optim))
+    del options["state_dtype"]
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 def adamw_options(optim: OptimSection) -> dict[str, Any]:
     """Return the arguments that AdamW and its relatives share."""
-    return {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    betas = optim.beta1, optim.beta2
+    return {"lr": optim.lr, "betas": betas, "eps": optim.eps, "state_dtype": optim.state_dtype}
 
 
 OPTIMIZERS: dict[str, BuildOptimizer | str] = {
@@ -61,26 +65,20 @@ def build_optimizer(
         has_weight_decay: True for names of parameters with weight decay.
         block_params: parameters of the repeated blocks; their weights are matrices, not tables.
     """
-    groups: dict[tuple[float, bool, bool], dict[str, nn.Parameter]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for name, param in params:
-        weight_decay = optim.weight_decay if has_weight_decay(name) else 0.0
-        low_precision = param.dim() >= 2 and param in block_params
-        matrices = low_precision and not name.endswith(".bias")
-        key = (weight_decay, matrices, low_precision)
-        groups.setdefault(key, {})[name] = param
-    return build(
-        [
-            {
-                "params": list(params_by_name.values()),
-                "names": list(params_by_name),
-                "weight_decay": weight_decay,
-                "matrices": matrices,
-                "low_precision": low_precision,
-            }
-            for (weight_decay, matrices, low_precision), params_by_name in groups.items()
-        ],
-        optim,
-    )
+        own = (*optim.groups, OptimGroup(params=("*",)))[optim.group_of(name)]
+        options = {
+            "weight_decay": optim.weight_decay if has_weight_decay(name) else 0.0,
+            "matrices": is_matrix(name, param, block_params) and own.optimizer == "auto",
+            "low_precision": param.dim() >= 2 and param in block_params,
+            **own.options(optim),
+        }
+        key = tuple(sorted(options.items()))
+        group = groups.setdefault(key, {"params": [], "names": [], **options})
+        group["params"].append(param)
+        group["names"].append(name)
+    return build(list(groups.values()), optim)
 
 
 # --------------------------------------------------------------------------- learning rate
@@ -124,9 +122,9 @@ def learning_rate(step: int, steps: int, optim: OptimSection, decay: Decay) -> f
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group: ``lr`` times its ``lr_mult``."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
 # --------------------------------------------------------------------------- a step

@@ -117,12 +117,23 @@ def shard_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None)
 
 def shard_offsets(param: torch.Tensor) -> list[int]:
     """Return the start of this rank's shard in the full parameter, per dim."""
-    offsets = [0] * param.dim()
+    return shard_bounds(param)[0]
+
+
+def shard_bounds(
+    param: torch.Tensor, coordinate: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return offsets and sizes of a shard in the full parameter, per dim.
+
+    Args:
+        param: any tensor; one that is no DTensor is a shard of all.
+        coordinate: index of the shard's rank in the mesh, per axis; None: of this rank.
+    """
+    offsets, sizes = [0] * param.dim(), list(param.shape)
     if not is_dtensor(param):
-        return offsets
-    sizes = list(param.shape)
+        return offsets, sizes
     mesh = param.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None, "this rank is not in the parameter's mesh"
     axes = [a for a, placement in enumerate(param.placements) if not placement.is_replicate()]
     # FSDP makes a strided shard of a dim that tensor parallelism has sharded before.  So strided
@@ -137,7 +148,7 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
         chunk = chunk_range(sizes[dim], mesh.size(axis), coordinate[axis])
         offsets[dim] += chunk.start
         sizes[dim] = len(chunk)
-    return offsets
+    return offsets, sizes
 
 
 def _is_strided(placement: Any) -> bool:

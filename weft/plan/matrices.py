@@ -16,12 +16,12 @@ stay in high precision, because their errors reach the loss directly.  Candidate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.config.schema import PrecisionSection
 from weft.models import Family
@@ -44,6 +44,11 @@ class Matrix(NamedTuple):
     in_features: int
     experts: int = 0  # number of experts with such a matrix; 0: an ordinary layer
     block: int = 0  # index of the block
+
+
+def is_matrix(name: str, param: Tensor, block_params: Collection[Tensor]) -> bool:
+    """Return True for matrices of the blocks, and stacks of them: Muon's parameters."""
+    return param.dim() >= 2 and param in block_params and not name.endswith(".bias")
 
 
 def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Linear]:

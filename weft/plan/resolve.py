@@ -23,6 +23,7 @@ from weft.plan.devices import peak_flops
 from weft.plan.lora_plan import TrainingCost, training_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
 from weft.plan.model_config import adopt_model, model_name, resolve_section
+from weft.plan.optim_rules import check_optimizer
 from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
@@ -44,7 +45,6 @@ from weft.plan.rules import (
     check_world_size_invariant,
 )
 from weft.plan.sharding import (
-    check_state_dtype,
     fit_dp_shard,
     fsdp_size,
     resolve_gradient_sync,
@@ -134,7 +134,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
     check_float8(errors, job, model, family, degrees, compute_dtype, emulated)
     check_lora(errors, job, model, family, degrees)
-    check_state_dtype(errors, job, model, family, degrees)
+    check_optimizer(errors, job, model, family)
     check_sections(errors, job, family, degrees)
     batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes)
     errors.raise_any()

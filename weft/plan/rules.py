@@ -24,7 +24,6 @@ MAX_PROFILED_STEPS = 20
 def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: ParallelDims) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
-    _check_optimizer(errors, job)
     _check_activation_checkpoint(errors, job, family)
     _check_objective(errors, job)
     if job.train.epochs and job.train.steps != "auto":
@@ -185,18 +184,6 @@ def _uses_flex_attention(job: Job, model: Any, cp: int) -> bool:
     return job.data.keeps_documents or (
         is_decoder and not model.has_plain_attention(job.train.seq_len)
     )
-
-
-def _check_optimizer(errors: ConfigErrors, job: Job) -> None:
-    key, value = "optim.state_dtype", job.optim.state_dtype
-    if value == "float32":
-        return
-    if job.optim.name != "adamw":
-        rule = f"is only for adamw, not {job.optim.name}"
-        errors.add(key, rule, "use float32", ("optim.name",))
-    if value == "8bit" and job.resilience.has_replica_groups:
-        rule = "is not supported with replica groups (resilience.lighthouse)"
-        errors.add(key, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
 def _check_activation_checkpoint(errors: ConfigErrors, job: Job, family: Family) -> None:

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from weft.config.errors import ConfigErrors
-from weft.config.schema import Job
-from weft.models import Family
+from weft.config.schema import Job, OptimSection
 from weft.models.family import UnitCost
-from weft.plan.degrees import ParallelDims, divisors, format_choices
+from weft.plan.degrees import ParallelDims, divisors
 from weft.plan.devices import GIB
-from weft.plan.lora_plan import TrainingCost, is_target
-from weft.plan.matrices import MOMENT_BLOCK_SIZE, list_matrices, tensor_parallel_spec
+from weft.plan.lora_plan import TrainingCost
+from weft.plan.matrices import MOMENT_BLOCK_SIZE
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.precision_rules import frozen_weights
 
 # Fraction of a device's memory; the CUDA context, communication buffers and fragmentation take
 # the remainder.
 USABLE_MEMORY = 0.9
-# Bytes of both AdamW moments of a parameter; 8bit applies to the matrices of the blocks.
-MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK_SIZE}
+# Bytes of both AdamW moments of a matrix of the blocks, without the ranges of 8bit.
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2}
 # With parallel.gradient_sync = auto, unsharded float32 gradients up to this size are reduced once
 # per step.
 MAX_UNSHARDED_GRADIENT_BYTES = 2 * GIB
@@ -143,19 +142,24 @@ def fit_dp_shard(
 # --------------------------------------------------------------------------- memory
 
 
-def moment_bytes_per_param(state_dtype: str, cost: TrainingCost) -> float:
-    """Return the mean bytes of AdamW's moments per trainable parameter."""
-    packed = MOMENT_BYTES[state_dtype]
-    if state_dtype != "8bit":
-        return packed
-    if cost.lora_rank:  # one of the two matrices of an adapter has rows of this length
-        return packed if cost.lora_rank % MOMENT_BLOCK_SIZE == 0 else (packed + 8) / 2
+def moment_bytes_per_param(optim: OptimSection, cost: TrainingCost) -> float:
+    """Return the mean bytes of the optimizer's moments per trainable parameter.
+
+    Matrices of the blocks have one moment with Muon, others have AdamW's two.
+    """
+    ranges = 2 / MOMENT_BLOCK_SIZE if optim.state_dtype == "8bit" else 0.0
+    if ranges and (rank := cost.lora_rank):  # half of an adapter has rows of this length
+        ranges = (ranges + 2 * -(-rank // MOMENT_BLOCK_SIZE) / rank) / 2
+    matrix = MOMENT_BYTES[optim.state_dtype] / (1 + (optim.name == "muon")) + ranges
+    if cost.lora_rank:
+        return matrix
+    other = 4 if optim.state_dtype == "bfloat16" else 8
     if not cost.units:
-        return 8  # an upper bound
+        return other  # an upper bound
     first, *blocks, last = cost.units
     block_params = sum(unit.params for unit in blocks)
     other_params = first.params + last.params
-    return (packed * block_params + 8 * other_params) / (block_params + other_params)
+    return (matrix * block_params + other * other_params) / (block_params + other_params)
 
 
 def state_bytes_per_param(
@@ -181,7 +185,7 @@ def state_bytes_per_param(
         ep: expert-parallel degree; a rank has no unsharded experts of other ep ranks.
     """
     # Weight, gradient and moments.
-    sharded = 4 + 4 + moment_bytes_per_param(job.optim.state_dtype, cost)
+    sharded = 4 + 4 + moment_bytes_per_param(job.optim, cost)
     local = 1 - cost.expert_params / max(1, cost.trainable_params) * (1 - 1 / ep)
     trainable = sharded * local if fsdp_size == 1 else sharded / fsdp_size
     if fsdp_size > 1 or compute_bytes != 4:
@@ -192,35 +196,6 @@ def state_bytes_per_param(
         return trainable
     copies = 1 / fsdp_size + (has_unsharded_params and fsdp_size > 1)
     return frozen.bytes_per_weight * copies + frozen.adapter_ratio * trainable
-
-
-def check_state_dtype(
-    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
-) -> None:
-    """Check that tensor parallelism splits no block of 8-bit moments.
-
-    Its scales, and so the numbers of the run, would depend on the layout.
-    """
-    if job.optim.state_dtype != "8bit" or degrees.tp == 1:
-        return
-    invalid = {}
-    for matrix in list_matrices(model, family):
-        if job.lora.has_adapters and not is_target(matrix.name, job.lora):
-            continue
-        is_blockwise = (
-            tensor_parallel_spec(matrix.name, family).weight == "row"
-            and matrix.in_features % MOMENT_BLOCK_SIZE == 0
-        )
-        if is_blockwise and matrix.in_features % (degrees.tp * MOMENT_BLOCK_SIZE):
-            invalid[matrix.name.rpartition(".")[2]] = matrix.in_features
-    for layer, in_features in invalid.items():
-        rule = (
-            f"splits the {in_features} inputs of {layer} into shards that are not multiples of "
-            f"{MOMENT_BLOCK_SIZE}, the block size of optim.state_dtype 8bit"
-        )
-        valid = [n for n in divisors(in_features // MOMENT_BLOCK_SIZE) if n < degrees.tp]
-        remedy = f"use {format_choices(valid)}, or optim.state_dtype=bfloat16"
-        errors.add("parallel.tp", rule, remedy, ("optim.state_dtype", "model.preset"))
 
 
 def estimate_rank_bytes(

@@ -121,7 +121,7 @@ def _draw_width(
         kv_heads, heads, head_dim = tp, 2 * tp, QUANT_BLOCK_SIZE // 2
         dim, ffn_unit = QUANT_BLOCK_SIZE * tp, QUANT_BLOCK_SIZE
     if overrides.get("optim.state_dtype") == "8bit" and not quantized and rng.random() < 0.7:
-        # Rows of complete blocks on each rank; other tensors keep float32 moments.
+        # Rows of complete blocks on each rank, which every layout rounds alike.
         head_dim = ffn_unit = MOMENT_BLOCK_SIZE
         dim = MOMENT_BLOCK_SIZE * rng.choice((1, 3))
     fields: dict[str, Any] = {"dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}

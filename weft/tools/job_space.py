@@ -77,9 +77,10 @@ BATCH = (
     *("data.vocab_size", "train.seq_len", "train.global_batch_size", "train.microbatch_size"),
     *("train.eval_sequences", "pipeline.layers_per_stage"),
 )
-FREE_FORM = ("lora.targets", "pipeline.layers_per_stage")
+FREE_FORM = ("lora.targets", "optim.groups", "pipeline.layers_per_stage")
 SIZED_KEYS = {*(f"model.{name}" for name in SIZES), *BATCH}
 
+MUON_GROUPS = '[{params=["*o_proj*"], optimizer="adamw", beta2=0.9}, {params=["*"], momentum=0.8}]'
 # Keys whose type does not say which values make sense.
 VALUES: dict[str, tuple[str, ...]] = {
     "model.kind": tuple(FAMILIES),
@@ -106,6 +107,12 @@ VALUES: dict[str, tuple[str, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
     "optim.schedule": tuple(RATES),
     "optim.warmup_steps": ("0", "1"),
+    "optim.groups": (
+        '[{params=["*_proj*"], lr_mult=3, weight_decay=0.3}]',
+        '[{params=["layers.0.*"], lr_mult=0.3}, {params=["*"], lr_mult=2, weight_decay=0}]',
+        '[{params=["*norm*", "embed*"], lr_mult=0.5, weight_decay=0.5, beta1=0.5, beta2=0.8}]',
+        MUON_GROUPS,
+    ),
     "optim.max_grad_norm": ("0", "0.5", "1.5"),
     "parallel.dp_replicate": ("2", "3"),
     **{f"parallel.{axis}": ("2", "3", "4") for axis in ("dp_shard", "tp", "pp", "cp")},
@@ -150,6 +157,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
         for name in ("alpha", "rank_stabilized", "targets", "quantize")
     },
     "optim.momentum": {"optim.name": "muon"},
+    f"optim.groups={MUON_GROUPS}": {"optim.name": "muon"},
     "pipeline.schedule": {"parallel.pp": "2"},
     "parallel.sequence_parallel": {"parallel.tp": "2"},
     "parallel.cp_method": {"parallel.cp": "2"},

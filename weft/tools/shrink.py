@@ -120,7 +120,11 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
             small_plan = resolve(candidate, machine)
         except InvalidConfig as error:
             errors = error.errors  # the last candidate has the model of the recipe
-            continue
+            if {each.key for each in errors} != {"optim.groups"}:
+                continue
+            candidate = replace(candidate, optim={"groups": ()})
+            small_plan = resolve(candidate, machine)
+            notes.append("optim.groups: not verified; the smaller model lacks parameters of theirs")
         if unknown := [name for name in SIZES if name not in type(plan.model).model_fields]:
             notes.append(f"the model has no {', '.join(unknown)} to shrink; other sizes stay")
         elif not fields and not unchanged:

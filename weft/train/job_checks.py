@@ -317,7 +317,13 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     for name, (ours, theirs) in difference(expand_preset(job), expand_preset(old)).items():
         is_same = name == "model.path" and "" in (ours, theirs)  # the other keys decide
-        if name.startswith(fixed) and not is_same:
+        if name == "optim.groups":  # AdamW's state of a matrix is not Muon's
+            kinds = [
+                [(each["params"], each["optimizer"]) for each in groups]
+                for groups in (ours, theirs)
+            ]
+            is_same = kinds[0] == kinds[1] or "adamw" not in str(kinds)
+        if name.startswith((*fixed, "optim.groups")) and not is_same:
             rule = f"differs from the run in {folder}, which was started with {theirs}"
             errors.add(name, rule, f"use another run.dir, or {name}={theirs}", value=ours)
     return errors

@@ -359,6 +359,8 @@ class ReplicaGroups(SingleReplica):
         tensors = checkpoint_tensors(model_parts, optimizer)
         for name in sorted(tensors):
             receive_into(local_values(tensors[name]))
+        if convert := getattr(optimizer, "convert_loaded_state", None):
+            convert()
         return TrainState(header["step"], header["samples"], header["anomaly_state"], state.base)
 
     # ---------------------------------------------------------------- in a step

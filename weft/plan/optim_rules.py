@@ -1,0 +1,58 @@
+"""Rules of the optimizer and of its parameter groups."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import filter as filter_names
+from typing import Any
+
+import torch
+
+from weft.config.errors import ConfigErrors, suggest
+from weft.config.schema import Job
+from weft.models import Family
+from weft.plan.lora_plan import is_target
+from weft.plan.matrices import is_matrix, list_matrices
+
+
+def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) -> None:
+    """Check the optimizer's keys, and that each pattern of its groups has an effect."""
+    optim, key = job.optim, "optim.groups"
+    is_weft = optim.name in ("adamw", "muon")
+    if optim.state_dtype != "float32" and not is_weft:
+        rule = f"is only for adamw and muon, not {optim.name}"
+        errors.add("optim.state_dtype", rule, "use float32", ("optim.name",))
+    depends = ("optim.name", "model.kind", "model.num_layers", "lora.rank", "lora.targets")
+    names = _trainable_names(job, model, family) if optim.groups else {}
+    owners = {name: optim.group_of(name) for name in names}
+    for index, group in enumerate(optim.groups):
+        own = [name for name in names if owners[name] == index]
+        for pattern in group.params:
+            rule, remedy = "matches only parameters of earlier groups", "move its group up"
+            if not filter_names(names, pattern):  # layers differ only in their number
+                kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+                rule, remedy = "matches no trainable parameter", suggest(pattern, kinds)
+            if not filter_names(own, pattern):
+                errors.add(key, rule, remedy, depends, value=pattern)
+        has_matrix = optim.name == "muon" and any(names[name] for name in own)
+        has_muon = has_matrix and group.optimizer == "auto"
+        has_adamw = not has_muon or not all(names[name] for name in own)
+        is_read = {"momentum": has_muon, "optimizer": has_matrix}
+        is_read |= dict.fromkeys(("beta1", "beta2", "eps"), has_adamw)
+        for option in [name for name, reads in is_read.items() if is_weft and own and not reads]:
+            if (value := getattr(group, option)) != "auto":
+                updates = "Muon" if option in ("momentum", "optimizer") else "AdamW"
+                rule = f"has no effect: {updates} updates no parameter of {list(group.params)}"
+                rest = f"remove {option}", (key, *depends)
+                errors.add(f"{key}.{option}", rule, *rest, value=value)
+
+
+def _trainable_names(job: Job, model: Any, family: Family) -> dict[str, bool]:
+    """Return the trainable parameters of the full model, and whether each is a matrix."""
+    if job.lora.rank:
+        targets = [m.name for m in list_matrices(model, family) if is_target(m.name, job.lora)]
+        return {f"{name}.lora_{each}.weight": True for name in targets for each in "AB"}
+    with torch.device("meta"):
+        module = family.build(model)
+    block_params = {param for block in family.blocks(module) for param in block.parameters()}
+    return {name: is_matrix(name, param, block_params) for name, param in module.named_parameters()}
