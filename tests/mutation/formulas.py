@@ -1161,6 +1161,52 @@ def check_norms() -> None:
         )
 
 
+@check("unit: deferred weight gradients")
+def check_weight_gradients() -> None:
+    """Check gradients of two microbatches, computed later, and that nothing else stays."""
+    from weft.models.moe import ExpertLinear
+    from weft.parallel.weight_gradients import defer_weight_gradients
+
+    module = "parallel/weight_gradients.py"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 8, bias=False))
+    model.append(ExpertLinear(3, 8, 4))
+    counts = torch.tensor([1, 4, 2])
+
+    def run(x: Tensor) -> None:
+        model[3](model[:3](x), counts).square().sum().backward()
+
+    inputs = torch.randn(2, 7, 8)
+    for x in inputs:
+        run(x)
+    weights = [model[0].weight, model[2].weight, model[3].weight]
+    expected = [weight.grad for weight in weights]
+    model.zero_grad()
+    defer_weight_gradients(model)
+    gradients: Any = model.weight_gradients
+    expect(not model[0](inputs[0])._is_view(), "an output is a view", module)
+    for deferred in (False, True):
+        model.zero_grad()
+        gradients.is_deferred = deferred
+        halves = []
+        for x in inputs:
+            run(x)
+            factors = [factor for _, product in gradients.pending for factor in product.args[:2]]
+            expect(len(factors) == 6 * deferred, f"{len(factors)} factors are kept", module)
+            expect(all(f.grad_fn is None for f in factors), "a factor has a graph", module)
+            halves.append(gradients.collect())
+        if deferred:
+            expect(all(w.grad is None for w in weights), "nothing is deferred", module)
+        for compute in halves:
+            compute()
+        for weight, wanted in zip(weights, expected, strict=True):
+            same = weight.grad is not None and torch.allclose(weight.grad, wanted, atol=1e-5)
+            expect(same, f"gradient, deferred {deferred}", module)
+    with torch.autograd.set_detect_anomaly(True):
+        run(inputs[0])
+    expect(not gradients.pending, "anomaly mode defers", module)
+
+
 @check("unit: moments of eight bits")
 def check_packed_moments() -> None:
     """Check that 8-bit moments are right on average, within any block and on any layout."""

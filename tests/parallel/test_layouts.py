@@ -161,6 +161,20 @@ def test_split_backward_resharded_weights_updates_equal_one_process(layout: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline.schedule=ZBVZeroBubble compile.enable=true",
+        "pipeline.schedule=DualPipeV compile.enable=true activation_checkpoint.mode=selective tp2",
+        "pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=selective cp2",
+        "pipeline.schedule=ZBVZeroBubble activation_checkpoint.mode=full model.num_experts=4",
+    ],
+)
+def test_split_backward_compiled_or_recomputed_holds(layout: str, store_path: Path) -> None:
+    check(f"pp2 {layout}", store_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SPLIT)
 @pytest.mark.parametrize("other", ["dp_shard4 reshard_after_forward=2", "cp2", "dp_replicate2"])
 def test_split_backward_resharded_weights_other_axes_hold(

@@ -423,7 +423,8 @@ def mesh_candidates(plan: Plan, degrees: ParallelDims, float8: str) -> Iterator[
 def unsplit_pipeline(schedule: str, pp: int, stages_per_rank: int) -> PipelinePlan:
     """Return a pipeline whose layers are not yet split into stages."""
     stage = Stage(0, 0, "", 0, 0.0, 0.0, 0.0, 0)
-    return PipelinePlan(schedule, (stage,) * (pp * stages_per_rank), (), ())
+    stages, splits_backward = (stage,) * (pp * stages_per_rank), SCHEDULES[schedule].splits_backward
+    return PipelinePlan(schedule, stages, (), (), splits_backward)
 
 
 def schedule_choices(pp: int, layers: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -441,15 +442,15 @@ def schedule_choices(pp: int, layers: int, microbatches: int) -> Iterator[tuple[
 
 
 def schedule_conflict(plan: Plan) -> str:
-    """Return why a schedule with split backward cannot run the layout, or ''."""
-    name = plan.schedule_name
-    if not SCHEDULES[name].splits_backward:
+    """Return why the search skips a layout with deferred weight gradients, or ''."""
+    if not plan.splits_backward:
         return ""
-    if plan.is_compiled:
-        return f"{name} does not support torch.compile"
     if plan.activation_checkpoint != "none":
-        return f"{name} recomputes twice, for input and for weight gradients"
-    return f"{name} runs float8 matmuls twice" if plan.float8 != "none" else ""
+        # No formula has the memory between the two halves, which recomputation does not free.
+        return f"the search does not combine {plan.schedule_name} with recomputation"
+    if plan.float8 != "none":
+        return f"{plan.schedule_name} does not defer the weight gradients of float8 layers"
+    return ""
 
 
 # --------------------------------------------------------------------------- text

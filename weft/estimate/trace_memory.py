@@ -105,11 +105,9 @@ def categorize_storages(op_trace: OpTrace) -> dict[int, str]:
         elif birth.kind == "F" and outlives_action:
             categories[storage] = "activations"
         elif birth.kind == "I" and death is not None and death.kind == "W":
-            # Saved for the other half.  But the next microbatch's backward copies the gradients of
-            # the last one, to accumulate in float32.
-            source = births.get(cast_sources.get(storage, -1))
-            adds_up = source is not None and source.kind == "W"
-            categories[storage] = "gradients" if adds_up else "activations"
+            # Kept for the other half of a backward pass, or gradients that later ones add to.
+            is_kept = death.ordinal == birth.ordinal
+            categories[storage] = "activations" if is_kept else "gradients"
         elif birth.kind in ("B", "W") and outlives_action and storage not in communicated:
             categories[storage] = "gradients"
         elif storage in communicated or (birth.kind == "start" and death is None):

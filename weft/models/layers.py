@@ -148,15 +148,42 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
     Returns:
         ``[R, F]`` in the dtype of ``x_RD``.
     """
-    widths = weight_EFD.shape[1:]
-    if x_RD.dtype == torch.bfloat16 and len(x_RD) and all(width % 8 == 0 for width in widths):
-        ends_E = counts_E.cumsum(0).to(torch.int32)
-        out_RF: Tensor = F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=ends_E)
+    if _is_one_kernel(x_RD, *weight_EFD.shape[1:]):
+        out_RF: Tensor = F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=_ends(counts_E))
         return out_RF
     groups = torch.split(x_RD, group_sizes(counts_E, len(x_RD)))
     return torch.cat(
         [F.linear(rows_RD, matrix) for rows_RD, matrix in zip(groups, weight_EFD, strict=True)]
     )
+
+
+def weight_gradient(x: Tensor, grad: Tensor, counts_E: Tensor | None = None) -> Tensor:
+    """Return the gradient of the weight of a linear layer, or of `grouped_linear`.
+
+    Args:
+        x: input of the layer, ``[..., D]``.
+        grad: gradient of its output, ``[..., F]``.
+        counts_E: rows per group.
+
+    Returns:
+        ``[F, D]``, or ``[E, F, D]`` for groups.
+    """
+    if counts_E is None:
+        return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    if _is_one_kernel(x, x.shape[1], grad.shape[1]):
+        grad_EFD: Tensor = F.grouped_mm(grad.t(), x, offs=_ends(counts_E))
+        return grad_EFD
+    sizes = group_sizes(counts_E, len(x))
+    groups = zip(torch.split(grad, sizes), torch.split(x, sizes), strict=True)
+    return torch.stack([rows_RF.t() @ rows_RD for rows_RF, rows_RD in groups])
+
+
+def _is_one_kernel(x_RD: Tensor, *widths: int) -> bool:
+    return x_RD.dtype == torch.bfloat16 and len(x_RD) > 0 and not any(w % 8 for w in widths)
+
+
+def _ends(counts_E: Tensor) -> Tensor:
+    return counts_E.cumsum(0).to(torch.int32)
 
 
 def is_fake(tensor: Tensor) -> bool:

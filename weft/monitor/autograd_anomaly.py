@@ -10,7 +10,6 @@ previous layer's output.
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,12 +70,8 @@ def trace_backward_nan(
             match = NAN.search(str(cause))
             if cause is None or match is None:
                 raise
-            frames = traceback.extract_tb(cause.__traceback__)
-            # A pipeline may compute gradients of weights later, in another order.
-            is_delayed = any(frame.name == "stage_backward_weight" for frame in frames)
-            layer = "a weight" if is_delayed else current_layer[0]
             call = _describe_call(traces[0])
-            message = f"{match[1]} of {layer} produces NaN in the backward pass{call}"
+            message = f"{match[1]} of {current_layer[0]} produces NaN in the backward pass{call}"
             if first_nonfinite[0]:
                 message += (
                     f"; in the forward pass the output of {first_nonfinite[0]} has NaN or Inf"

@@ -132,18 +132,10 @@ def _selective_contexts(
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def is_parameter(tensor: Tensor) -> bool:
-    """Return True for a parameter, a view of one, or a float8 version of one."""
-    if is_wrapper(tensor):
-        return True
-    owner = tensor if tensor._base is None else tensor._base
-    return owner.is_leaf and owner.requires_grad
-
-
-def frozen_param_storages(block: nn.Module) -> set[int]:
-    """Return the storages of frozen parameters, which `is_parameter` misses."""
-    frozen = (to_local(param.data) for param in block.parameters() if not param.requires_grad)
-    return {param.untyped_storage()._cdata for param in frozen}
+def param_storages(block: nn.Module) -> set[int]:
+    """Return the storages of a block's parameters, except wrappers (float8)."""
+    params = (to_local(param.data) for param in block.parameters())
+    return {param.untyped_storage()._cdata for param in params if not is_wrapper(param)}
 
 
 # --------------------------------------------------------------------------- memory budget
@@ -178,12 +170,12 @@ class MemoryBudget:
         if self._saved is not None or not torch.is_grad_enabled():
             return None
         inputs = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
-        inputs |= frozen_param_storages(block)
+        inputs |= param_storages(block)
         saved_bytes: dict[int, int] = {}
 
         def record(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if not is_parameter(tensor) and storage._cdata not in inputs:
+            if not is_wrapper(tensor) and storage._cdata not in inputs:
                 saved_bytes[storage._cdata] = storage.nbytes()
             return tensor
 

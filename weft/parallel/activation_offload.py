@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.parallel.activation_checkpoint import frozen_param_storages, is_parameter
+from weft.parallel.activation_checkpoint import param_storages
+from weft.parallel.dtensor import is_wrapper
 
 MIN_OFFLOAD_BYTES = 1 << 20  # smaller tensors are not worth a copy
 
@@ -51,7 +52,7 @@ def _forward_with_offload(
     if not torch.is_grad_enabled():
         return forward(x, *shared)
     storages = {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
-    call = offloader.begin(index, storages | frozen_param_storages(block))
+    call = offloader.begin(index, storages | param_storages(block))
     with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
         return forward(x, *shared)
 
@@ -91,7 +92,7 @@ class _BlockForward:
         """Return the tensor, or the offloaded tensor that autograd saves instead."""
         if (
             self.index >= self.offloader.num_offloaded
-            or is_parameter(tensor)
+            or is_wrapper(tensor)
             or tensor.untyped_storage()._cdata in self.excluded
             or tensor.nbytes < MIN_OFFLOAD_BYTES
             or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # has gaps

@@ -25,6 +25,7 @@ from weft.parallel.lora import add_adapter_sharding, apply_lora
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import ComputeCopies
 from weft.parallel.private import enable_async_tp
+from weft.parallel.weight_gradients import defer_weight_gradients, tap_compiled_block
 from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
 
@@ -103,6 +104,10 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             compiled=plan.is_compiled,
         )
 
+    # After all that replaces linear layers.  Before the rest, which wraps their forward.
+    if plan.splits_backward:
+        defer_weight_gradients(model)
+
     fullgraph = not plan.has_graph_breaks
     if plan.is_compiled:
         for layer in moe_layers:
@@ -162,12 +167,14 @@ def _shard_tensors(
         plan.sequence_parallel,
         gathers_float8=plan.float8 == "tensorwise",
         # One product costs a copy of the weights.  It pays if async TP then overlaps more.
-        joint_products=plan.async_tp,
+        joint_products=plan.async_tp and not plan.splits_backward,
     )
 
 
 def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:
     apply_compile(blocks, plan.job.compile.cache_dir, fullgraph)
+    for block in blocks:
+        tap_compiled_block(block)
     if plan.tp > 1:
         from weft.parallel.tensor_parallel import materialize_local_weights
 

@@ -302,7 +302,7 @@ def _set_prefetch(root: Any, blocks: list[list[Any]], depth: int) -> None:
 def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", "step"]) -> None:
     """Choose the gradient reduction of the next backward pass; call it before each.
 
-    In a pipeline the schedule sets these flags of FSDP: see `reduce_scatter_each_microbatch`.
+    In a pipeline the schedule sets these flags of FSDP: see `weft.parallel.private.wrap_backward`.
 
     Args:
         model: a module that `apply_fsdp` has sharded; any other is ignored.

@@ -18,21 +18,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.parallel.private import (
     enable_recv_grad,
     load_schedule,
-    reduce_scatter_each_microbatch,
     set_max_active_stages,
     skip_self_p2p_init,
-    unshard_for_split_backward,
+    wrap_backward,
 )
 from weft.plan.plan import Plan
 
 
 def build_pipeline_schedule(
-    model_parts: list[nn.Module],
+    model_parts: list[Any],
     plan: Plan,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -86,15 +85,14 @@ def build_pipeline_schedule(
             else meta(hidden_BTD),
             output_args=meta(out_BTX if stage_id == num_stages - 1 else hidden_BTD),
             group=group,
+            dw_builder=part.weight_gradients.collect if plan.splits_backward else None,
         )
         for stage_id, part in zip(pipeline.stages_on_rank(group.rank()), model_parts, strict=True)
     ]
     for stage in stages:
         skip_self_p2p_init(stage)
         enable_recv_grad(stage)
-        unshard_for_split_backward(stage)
-        if plan.gradient_sync == "microbatch":
-            reduce_scatter_each_microbatch(stage)
+        wrap_backward(stage, plan.splits_backward, plan.gradient_sync == "microbatch")
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     keeps_unsharded = plan.reshard_after_forward is False
     with set_max_active_stages(len(stages)) if keeps_unsharded else nullcontext():

@@ -548,51 +548,43 @@ def enable_recv_grad(stage: Any) -> None:
     stage._prepare_forward_infra = prepare_for_backward
 
 
-def unshard_for_split_backward(stage: Any) -> None:
-    """Gather a stage's parameters before each half of a split backward pass.
+def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> None:
+    """Add up a stage's gradients after each microbatch, and maybe reduce-scatter them.
 
-    Both halves (input gradients, then weight gradients) find the leaves of the autograd graph
-    through the stage's parameters.  If FSDP has resharded a unit, its parameters are the shards,
-    which are not in the graph: torch drops the weight gradients without an error.
+    By default, FSDP adds them to the sum of the step, in the dtype of the reduction, in the next
+    backward pass.  Deferred weight gradients of several microbatches would be added up in the
+    compute dtype before.
+
+    Args:
+        stage: the stage.
+        splits_backward: its module has `weft.parallel.weight_gradients.WeightGradients`.
+        reduce_scatter: By default, a schedule reduces once, after the last microbatch, and
+            accumulates unsharded gradients until then.  If True, it accumulates shards, and only
+            the reduction after the last microbatch includes the replicas.
     """
-    backward = stage.backward_maybe_with_nosync
-    modules: list[Any] = list(stage.submod.modules())
-    units: list[Any] = [module for module in modules if is_fsdp_unit(module)]
+    module = stage.submod
 
-    def gather_and_run_backward(kind: str, arguments: Any, last_backward: bool = False) -> Any:
-        if kind != "full":
-            for handle in [unit.unshard(async_op=True) for unit in units]:
-                handle.wait()
-        return backward(kind, arguments, last_backward)
-
-    stage.backward_maybe_with_nosync = gather_and_run_backward
-
-
-def reduce_scatter_each_microbatch(stage: Any) -> None:
-    """Reduce-scatter a stage's gradients after every microbatch.
-
-    By default, a schedule reduces once, after the last microbatch, and accumulates unsharded
-    gradients until then.  With this function it accumulates shards, and only the reduction after
-    the last microbatch includes the replicas.
-    """
-    if not is_fsdp_unit(stage.submod):
-        return
-    backward = stage.backward_maybe_with_nosync
-    state: Any = _fsdp_state(stage.submod)
-
-    def backward_and_reduce(kind: str, arguments: Any, last_backward: bool = False) -> Any:
-        result = backward(kind, arguments, last_backward)
-        if kind != "input" and not last_backward:  # "input" computes no weight gradients
-            stage.submod.set_requires_gradient_sync(True)  # also sets all_reduce
-            stage.submod.set_requires_all_reduce(False)
+    def run(backward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        is_input_half = not options.get("full_backward", True)
+        if splits_backward:
+            module.weight_gradients.is_deferred = is_input_half
+        result = backward(*args, **options)
+        if is_fsdp_unit(module) and not is_input_half and not options["last_backward"]:
+            state = _fsdp_state(module)
+            if reduce_scatter:
+                module.set_requires_gradient_sync(True)  # also sets all_reduce
+                module.set_requires_all_reduce(False)
             for unit in state._state_ctx.all_states:
                 for params in _param_groups(unit):
                     params.post_backward()
-            state._root_post_backward_final_callback()
-            stage.submod.set_requires_gradient_sync(False)
+            if reduce_scatter:
+                state._root_post_backward_final_callback()
+                module.set_requires_gradient_sync(False)
         return result
 
-    stage.backward_maybe_with_nosync = backward_and_reduce
+    if splits_backward or reduce_scatter:
+        for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+            setattr(stage, name, partial(run, getattr(stage, name)))
 
 
 def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:

@@ -12,7 +12,6 @@ from weft.plan.degrees import ParallelDims, format_choices
 from weft.plan.lora_plan import TrainingCost, is_target
 from weft.plan.matrices import Matrix
 from weft.plan.pipeline_schedule import (
-    SCHEDULES,
     ScheduleSpec,
     build_schedule,
     find_schedule,
@@ -95,7 +94,8 @@ def resolve_pipeline(
         layers_per_stage=job.pipeline.layers_per_stage,
     )
     ranks = tuple(stage_index_to_rank(schedule))
-    return PipelinePlan(spec.name, tuple(stages), ranks, tuple(in_flight)), microbatch_size
+    pipeline = PipelinePlan(spec.name, tuple(stages), ranks, tuple(in_flight), spec.splits_backward)
+    return pipeline, microbatch_size
 
 
 def _check_model(errors: ConfigErrors, job: Job, model: Any, family: Family) -> None:
@@ -112,20 +112,6 @@ def _check_model(errors: ConfigErrors, job: Job, model: Any, family: Family) -> 
 def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, spec: ScheduleSpec) -> int:
     """Return the stages of each rank; check the keys of the schedule."""
     key, requested = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
-    names = [s.name for s in SCHEDULES.values() if not s.splits_backward]
-    mode = job.activation_checkpoint.mode
-    unsupported = {
-        "compile.enable=false": job.compile.enable and "torch.compile",
-        "activation_checkpoint.mode=none": mode in ("selective", "budget")
-        and f"activation_checkpoint.mode {mode}",
-    }
-    for setting, feature in unsupported.items():
-        if spec.splits_backward and feature:
-            rule = (
-                f"computes input and weight gradients separately, which {feature} does not support"
-            )
-            remedy = f"use {setting}, or {', '.join(names[:-1])} or {names[-1]}"
-            errors.add("pipeline.schedule", rule, remedy, (setting.partition("=")[0],))
     if spec.actions is not None:
         if requested != "auto":
             errors.add(key, "is set by the CSV file of pipeline.schedule", "use auto")

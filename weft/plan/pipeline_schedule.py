@@ -45,9 +45,8 @@ class ScheduleSpec:
 
     Attributes:
         stages_per_rank: the only valid number; None: any from 2.
-        splits_backward: True if input and weight gradients are computed separately, which
-            torch.compile and selective recomputation do not support, and for which full
-            recomputation runs twice.
+        splits_backward: True if weight gradients are computed after input gradients: see
+            `weft.parallel.weight_gradients`.
         actions: from the file; None for a schedule of torch.
     """
 

@@ -95,12 +95,14 @@ class PipelinePlan:
         schedule: a name of `weft.plan.pipeline_schedule`, or the path of a CSV file.
         stage_ranks: pipeline rank of each stage.
         in_flight: peak number of microbatches whose activations each stage keeps.
+        splits_backward: True if the schedule defers weight gradients.
     """
 
     schedule: str
     stages: tuple[Stage, ...]
     stage_ranks: tuple[int, ...]
     in_flight: tuple[int, ...]
+    splits_backward: bool = False
 
     @property
     def has_schedule_file(self) -> bool:
@@ -277,6 +279,11 @@ class Plan:
     def stages_per_rank(self) -> int:
         """Pipeline stages of each rank; 1 without a pipeline."""
         return 1 if self.pipeline is None else len(self.pipeline.stages) // self.pp
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return True if a pipeline schedule defers weight gradients."""
+        return self.pipeline is not None and self.pipeline.splits_backward
 
     @property
     def tied_ranks(self) -> tuple[int, int] | None:

@@ -19,7 +19,6 @@ from weft.config.schema import Job, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.lora_plan import plan_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, tensor_parallel_spec
-from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import (
     AXES,
     Sizes,
@@ -288,13 +287,6 @@ def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
                 f"activation_checkpoint.offload_prefetch={section.offload_prefetch} blocks stay on "
                 f"the device, and {owner} has {num_blocks}. {remedy}."
             )
-    spec = SCHEDULES.get(plan.schedule_name)
-    if spec and spec.splits_backward and plan.activation_checkpoint == "full":
-        yield (
-            f"activation_checkpoint.mode=full with pipeline.schedule={spec.name} recomputes each "
-            "block for the gradient of its input and again for that of each of its weights. "
-            "Another schedule is faster."
-        )
 
 
 def float8_warnings(plan: Plan) -> Iterator[str]:
@@ -331,12 +323,11 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
             "ranks gather it in high precision. Set precision.float8_small=true, or exclude all "
             "of them (precision.float8_exclude)."
         )
-    spec = SCHEDULES.get(plan.schedule_name)
-    if spec and spec.splits_backward:
+    if plan.splits_backward:
         yield (
-            f"{key} with pipeline.schedule={spec.name} computes each gradient twice: the schedule "
-            "asks for the input and weight gradients separately, and a float8 layer always "
-            "computes both. Another schedule may be faster."
+            f"{key} with pipeline.schedule={plan.schedule_name} fills few gaps of the schedule: a "
+            "float8 layer computes the gradients of its input and its weight together, so only "
+            "those of other layers can be deferred. Another schedule may be faster."
         )
 
 

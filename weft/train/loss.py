@@ -179,16 +179,8 @@ def linear_cross_entropy(
     total, losses_BT = losses_N.sum(), losses_N.view_as(targets_BT)
     if not needs_grad:
         return total, losses_BT
-    # Separate functions for input and weight: torch 2.11 cannot split a custom function with both
-    # for a pipeline schedule that computes gradients of inputs and of weights separately.
-    grad_x, *grad_weights = gradients
-    total = _KnownGradient.apply(total, x_ND, grad_x)  # type: ignore[no-untyped-call]
-    for gradient in grad_weights:
-        zero = torch.zeros_like(losses_N[0])
-        total = total + _KnownGradient.apply(  # type: ignore[no-untyped-call]
-            zero, weight_VD, gradient
-        )
-    return total, losses_BT
+    tensors = (x_ND, weight_VD)[: len(gradients)]
+    return run_function(_KnownGradients, total, *tensors, *gradients), losses_BT
 
 
 @torch.no_grad()
@@ -232,19 +224,20 @@ def _compute_chunks(
     return [grad_x_ND, *sums]
 
 
-class _KnownGradient(torch.autograd.Function):
-    """Scalar with a given gradient with respect to a tensor."""
+class _KnownGradients(torch.autograd.Function):
+    """Scalar with given gradients with respect to as many tensors."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        ctx.dtype = tensor.dtype
+    def forward(ctx: Any, value: Tensor, *tensors_and_gradients: Tensor) -> Tensor:
+        ctx.count = len(tensors_and_gradients) // 2
+        ctx.dtypes = [tensor.dtype for tensor in tensors_and_gradients[: ctx.count]]
+        ctx.save_for_backward(*tensors_and_gradients[ctx.count :])
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return None, (gradient * grad).to(ctx.dtype), None
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, *[(known * grad).to(dtype) for known, dtype in grads], *[None] * ctx.count
 
 
 class SequenceLosses(NamedTuple):

@@ -1,0 +1,143 @@
+"""Weight gradients that a pipeline computes later than input gradients.
+
+Zero-bubble schedules (Qi et al., arXiv:2401.10241) run a backward pass in two halves.  The previous
+stage waits for the first half only, the gradient of the stage's input (I), so the weight gradients
+(W) can fill the gaps of a schedule.  Autograd cannot split every graph: a compiled block computes
+all its gradients at once, and recomputed activations exist only once.  So weft splits linear
+layers, whose weight gradients take a third of the step.  All other gradients belong to I.
+
+A linear layer gets two more inputs, its *taps*: tensors with shapes, but without memory.  As
+"gradients" of its taps, the layer returns the two factors of its weight gradient: its own input and
+the gradient of its output.  The backward function of the taps keeps the factors until W multiplies
+them.  To autograd, the compiler and activation checkpointing, taps are inputs like any other, so I
+is one ordinary backward pass.  A compiled block gets its taps from outside.
+
+From I to W, only the factors are kept, in the compute dtype, and W needs no weights.  Megatron-LM
+(``delay_wgrad_compute``) and TransformerEngine (``WeightGradStore``) keep the same factors.
+
+Float8 layers, and the head with a fused loss, compute their weight gradients in I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.layers import run_function, weight_gradient
+from weft.models.moe import ExpertLinear
+from weft.parallel.lora import quantized_linear
+
+
+class WeightGradients:
+    """The weight gradients that one stage has not computed yet.
+
+    Attributes:
+        is_deferred: True in the first half of a backward pass.
+        pending: each weight, with a function that returns its gradient.
+    """
+
+    is_deferred = False
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def collect(self) -> Callable[[], None]:
+        """Return a function that adds the pending gradients to ``.grad``."""
+        pending, self.pending = self.pending, []
+
+        @torch.no_grad()
+        def add_to_grad() -> None:
+            while pending:  # from the first layer to the last
+                weight, gradient = pending.pop()
+                if weight.is_leaf and weight.grad is None:
+                    weight.grad = gradient()  # autograd would copy it
+                else:
+                    torch.autograd.backward(weight, gradient())
+
+        return add_to_grad
+
+
+class _Taps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, module: Any, counts: Any, *shapes: Any) -> Any:
+        ctx.options = weight, module.weight_gradients, counts
+        return tuple(weight.new_empty(()).expand(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor, grad: Tensor) -> Any:
+        weight, gradients, counts = ctx.options
+        # Detached, because a graph of the input would keep the activations before it.
+        gradient = partial(weight_gradient, x.detach(), grad, *counts)
+        # Anomaly mode finds NaN only in what a backward function returns.
+        if not gradients.is_deferred or torch.is_anomaly_enabled():
+            return gradient(), None, None, None, None
+        gradients.pending.append((weight, gradient))
+        return None, None, None, None, None
+
+
+class _Tapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, *taps: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return out.detach()  # not a view, which FSDP and pipelines do not support
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *ctx.saved_tensors, grad
+
+
+def defer_weight_gradients(model: nn.Module) -> None:
+    """Let the linear layers of ``model`` defer their weight gradients.
+
+    Call it when all layers are in place, and before they are compiled or recomputed.  It adds
+    ``model.weight_gradients``, a `WeightGradients`.
+    """
+    gradients = vars(model)["weight_gradients"] = WeightGradients()
+    for module in model.modules():
+        if type(module).forward in (nn.Linear.forward, ExpertLinear.forward):
+            # One function for all layers, so that the compiler sees that blocks are alike.
+            vars(module).update(forward=MethodType(_forward, module), weight_gradients=gradients)
+
+
+def _forward(module: Any, x: Tensor, *counts: Tensor) -> Tensor:
+    """Replace the forward of a linear layer, or of one per expert."""
+    out = quantized_linear(x, module.weight.detach(), module.bias, *counts)
+    if torch.is_grad_enabled() and module.weight.requires_grad:
+        taps = vars(module).get("taps") or _make_taps(module, x.shape, *counts)
+        return run_function(_Tapped, out, x, *taps)
+    if not torch.compiler.is_compiling():
+        vars(module)["input_shape"] = x.shape
+    return out
+
+
+def _make_taps(module: Any, shape: torch.Size, *counts: Tensor) -> Any:
+    """Return the taps of a layer for an input of ``shape``."""
+    weight = module.weight
+    return run_function(_Taps, weight, module, counts, shape, (*shape[:-1], weight.shape[-2]))
+
+
+def tap_compiled_block(block: Any) -> None:
+    """Create the taps of a compiled block before its forward, if its layers have any.
+
+    The compiler needs their shapes, so the first call also runs the block without the compiler.
+    """
+    linear = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
+    layers: list[Any] = [layer for layer in linear if hasattr(layer, "weight_gradients")]
+    compiled = block.forward
+
+    def forward(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            if not all(hasattr(layer, "input_shape") for layer in layers):
+                with torch.no_grad():
+                    type(block).forward(block, *args)
+            for layer in layers:
+                vars(layer)["taps"] = _make_taps(layer, layer.input_shape)
+        return compiled(*args)
+
+    if layers:
+        block.forward = forward
