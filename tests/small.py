@@ -137,6 +137,7 @@ def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
         is_strided=plan.world_size_invariant,
+        numbers_tokens=job.lora.dropout > 0,
     )
 
 

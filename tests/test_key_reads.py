@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "model.path": "names the run, and the model in messages of the import",
     "run.dir": "the run itself, and commands that write into a directory of their own choice",
     "lora.rank": "planned, checked, applied and exported; the rules are outside of the core",
+    "lora.dora": "as lora.rank",
     "model.kind": "the name of the family, in messages of several rules and tools",
 }
 

@@ -24,13 +24,8 @@ from weft.models.decoder_costs import num_matmul_params
 from weft.models.families.llama import PRESETS
 from weft.models.family import Init
 from weft.parallel import lora
-from weft.parallel.lora import (
-    NF4,
-    LoraLinear,
-    dequantize_matrix,
-    quantize_matrix,
-    quantized_linear,
-)
+from weft.parallel.lora import LoraLinear
+from weft.parallel.quantized import NF4, dequantize_matrix, quantize_matrix, quantized_linear
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
@@ -403,7 +398,6 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
         ([("lora.rank", "8"), ("lora.targets", "q_prj")], "Did you mean 'q_proj'?"),
         ([("lora.targets", "q_proj")], "has no effect without adapters"),
         ([("lora.quantize", "nf4")], "has no effect without adapters"),
-        ([("lora.rank", "8"), ("precision.float8", "rowwise")], "does not support float8"),
         (
             [("lora.rank", "8"), ("lora.quantize", "nf4"), ("parallel.tp", "2")],
             "blocks of 64, which do not divide the 192 inputs of down_proj over tp=2 ranks",

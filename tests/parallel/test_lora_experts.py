@@ -21,14 +21,8 @@ from weft.config.schema import LoraSection
 from weft.models import FAMILIES
 from weft.models.layers import grouped_linear
 from weft.models.moe import ExpertLinear, moe_layers
-from weft.parallel.lora import (
-    LoraExpertLinear,
-    LoraLayer,
-    apply_lora,
-    dequantize_matrix,
-    quantize_matrix,
-    quantized_linear,
-)
+from weft.parallel.lora import LoraExpertLinear, LoraLayer, apply_lora
+from weft.parallel.quantized import dequantize_matrix, quantize_matrix, quantized_linear
 from weft.plan.lora_plan import is_target, lora_scaling, training_cost
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve

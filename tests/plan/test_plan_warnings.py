@@ -13,8 +13,8 @@ from weft.plan.plan_text import cluster_machine
 from weft.plan.plan_warnings import EFFECT_RULES
 from weft.plan.resolve import resolve, resolve_nodes
 
-# Other commands read [launch] and run.cluster.  weft rejects parallel.async_tp, lora.targets,
-# lora.quantize and optim.state_dtype where they have no effect.
+# Other commands read [launch] and run.cluster.  weft rejects parallel.async_tp, optim.state_dtype
+# and those of [lora] where they have no effect.
 ALWAYS_EFFECTIVE = frozenset(
     f"{section}.{name}"
     for section, names in {
@@ -23,7 +23,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective eval_interval eval_sequences",
-        "lora": "rank targets quantize",
+        "lora": "rank targets quantize dora lr_ratio dropout",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
         "warmup_steps groups",
         "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",

@@ -284,14 +284,21 @@ class LoraSection(Section):
     rank_stabilized: bool = key(False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
     targets: tuple[Text, ...] = key(
         (),
-        "linear layers with adapters, by the end of their names, such as q_proj or "
-        "experts.up_proj; empty: all linear layers of blocks",
+        "layers with adapters, by the end of their names, such as q_proj, experts.up_proj, "
+        "embed_tokens or lm_head; empty: all linear layers of blocks",
     )
     quantize: Literal["none", "int8", "nf4"] = key(
         "none",
         "storage of the blocks' frozen weights, with one scale per 64 numbers (nf4: QLoRA); none: "
         "the compute dtype",
     )
+    lr_ratio: Annotated[float, Field(gt=0)] = key(
+        1.0, "learning rate of the matrices B, as a multiple of optim.lr (LoRA+)"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.0, "fraction of the adapters' inputs that training sets to 0; not those of the embedding"
+    )
+    dora: bool = key(False, "also train the length of each row of an adapted matrix (DoRA)")
 
     @property
     def has_adapters(self) -> bool:

@@ -174,6 +174,7 @@ class Batch(NamedTuple):
     each sequence from 0, ``positions_BT`` counts from 0 inside each; a separator belongs to the
     document that it ends.  Both are None with ``packing="windows"``.  ``sources_B``, the source of
     each sequence, is None without a mixture.  `Pairs` set ``references_BP2``, float32.
+    ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.
     """
 
     tokens_BT: torch.Tensor
@@ -182,6 +183,7 @@ class Batch(NamedTuple):
     positions_BT: torch.Tensor | None
     sources_B: torch.Tensor | None = None
     references_BP2: torch.Tensor | None = None
+    token_ids_BT: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with ``function`` applied to each tensor."""
@@ -388,6 +390,7 @@ class Loader:
         microbatch_size: sequences per Batch.
         is_strided: rank r has the sequences r, r + dp_size, ... of a global batch, so that
             microbatch m of all ranks together does not depend on ``dp_size``.
+        numbers_tokens: set ``token_ids_BT``, which do not depend on the layout.
 
     Raises:
         ValueError: ``dp_size`` does not divide ``global_batch_size``.
@@ -400,6 +403,7 @@ class Loader:
     dp_size: int
     microbatch_size: int
     is_strided: bool = False
+    numbers_tokens: bool = False
     _sampler: MixtureSampler = field(init=False, compare=False)
     _cached_samples: dict[tuple[int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
@@ -437,6 +441,10 @@ class Loader:
         batch = self.mixture.get_batch(*self._samples(first, num_sequences))
         if begin == end:
             batch.targets_BT.fill_(IGNORE_INDEX)
+        if self.numbers_tokens:
+            shape, start = batch.tokens_BT.shape, first * batch.tokens_BT.shape[1]
+            ids_BT = torch.arange(start, start + shape.numel()).view(shape)
+            batch = batch._replace(token_ids_BT=ids_BT)
         starts = range(0, num_sequences, self.microbatch_size)
         microbatches = (slice(start, start + self.microbatch_size) for start in starts)
         return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]

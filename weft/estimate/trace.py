@@ -203,6 +203,8 @@ def empty_batches(plan: Plan) -> list[Batch]:
             (tokens.clone(), tokens.clone()) if job.data.keeps_documents else (None, None)
         )
         batch = Batch(tokens, tokens.clone(), *document_columns)
+        if job.lora.dropout:
+            batch = batch._replace(token_ids_BT=tokens.clone())
         if job.data.has_preferences:
             batch = batch._replace(references_BP2=torch.zeros(len(tokens), 1, 2))
         batches.append(batch)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
             assert self.embed_tokens is not None
             # Reads the weight outside its module's forward.  Under fully_shard the embedding must
             # therefore be in the root's group.
-            logits_BTV = F.linear(normed_BTD, self.embed_tokens.weight)
+            logits_BTV = F.linear(normed_BTD, output_weight(self.embed_tokens))
         else:
             logits_BTV = self.lm_head(normed_BTD)
         if config.logit_softcap:
@@ -345,7 +345,14 @@ def enable_fused_loss(model: Decoder) -> Callable[[], Tensor]:
     model.fused_loss = True
     embedding = model.embed_tokens if model.config.tied_embeddings else model.lm_head
     assert embedding is not None
-    return lambda: embedding.weight
+    return lambda: output_weight(embedding)
+
+
+def output_weight(layer: nn.Module) -> Tensor:
+    """Return the weight of the last product, with its adapter (`weft.parallel.lora`)."""
+    merge: Callable[[], Tensor] | None = getattr(layer, "merged_weight", None)
+    weight: Any = layer.weight if merge is None else merge()
+    return cast(Tensor, weight)
 
 
 # Patterns of module names (as in fnmatch).  Every module with a weight matches exactly one.

@@ -53,6 +53,7 @@ def build_optimizer(
     build: BuildOptimizer,
     has_weight_decay: Callable[[str], bool],
     block_params: Collection[nn.Parameter],
+    lr_factor: Callable[[str], float] = lambda name: 1.0,
 ) -> Optimizer:
     """Build the optimizer over its parameter groups.
 
@@ -64,6 +65,7 @@ def build_optimizer(
         build: entry of `OPTIMIZERS`.
         has_weight_decay: True for names of parameters with weight decay.
         block_params: parameters of the repeated blocks; their weights are matrices, not tables.
+        lr_factor: factor of the learning rate by name of the parameter.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in params:
@@ -72,8 +74,10 @@ def build_optimizer(
             "weight_decay": optim.weight_decay if has_weight_decay(name) else 0.0,
             "matrices": is_matrix(name, param, block_params) and own.optimizer == "auto",
             "low_precision": param.dim() >= 2 and param in block_params,
+            "lr_mult": 1.0,
             **own.options(optim),
         }
+        options["lr_mult"] *= lr_factor(name)
         key = tuple(sorted(options.items()))
         group = groups.setdefault(key, {"params": [], "names": [], **options})
         group["params"].append(param)

@@ -8,11 +8,14 @@ comment at each step says why the step has this position.  `weft.train.setup` ca
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from weft.config.errors import lookup
 from weft.models import Family
 from weft.models.family import TensorParallelSpec
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -21,7 +24,6 @@ from weft.parallel.compile import apply_compile
 from weft.parallel.context_parallel import apply_context_parallel
 from weft.parallel.data_parallel import apply_fsdp
 from weft.parallel.float8 import apply_float8
-from weft.parallel.lora import add_adapter_sharding, apply_lora
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import ComputeCopies
 from weft.parallel.private import enable_async_tp
@@ -78,13 +80,13 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if plan.float8 != "none":
         matrices = find_float8_matrices(job.precision, plan.model, family, plan.tp)
         float8_names = [matrix.name for matrix in matrices]
-        apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
+        if not plan.lora_rank:
+            apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
     sharding = family.sharding
     if plan.lora_rank:
-        apply_lora(model, blocks, job.lora, getattr(torch, plan.compute_dtype))
-        sharding = add_adapter_sharding(sharding)
+        sharding = _add_adapters(model, blocks, plan, float8_names, sharding)
 
     # Tensor, expert and context parallelism change single operators: their weights and their
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
@@ -95,6 +97,8 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
         from weft.parallel.expert_parallel import apply_expert_parallel
 
         apply_expert_parallel([layer.experts for layer in moe_layers], mesh.expert_mesh)
+    # After tensor parallelism, because the mask depends on the inputs that a rank has.
+    _add_adapter_dropout(model, blocks, plan)
     if mesh.cp_group is not None:
         apply_context_parallel(
             model,
@@ -150,8 +154,34 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
         )
     elif plan.compute_dtype != "float32":
         # As in FSDP's gathers, one scale per tensor applies to weights in float32.
-        excluded = float8_names if plan.float8 == "tensorwise" else []
+        is_tensorwise = plan.float8 == "tensorwise" and not plan.lora_rank
+        excluded = float8_names if is_tensorwise else []
         ComputeCopies(model, getattr(torch, plan.compute_dtype), excluded)
+
+
+def _add_adapters(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    plan: Plan,
+    float8_names: list[str],
+    sharding: Mapping[str, TensorParallelSpec],
+) -> Mapping[str, TensorParallelSpec]:
+    """Apply LoRA; return the extended table ``sharding``."""
+    lora = importlib.import_module("weft.parallel.lora")
+    linears: dict[str, Any] = {}
+    if float8_names:
+        build: Any = lookup("weft.parallel.float8_frozen:frozen_float8_linear", {})
+        linears = dict.fromkeys(float8_names, build(plan.float8, plan.float8_emulated))
+    lora.apply_lora(model, blocks, plan.job.lora, getattr(torch, plan.compute_dtype), linears)
+    extended: dict[str, TensorParallelSpec] = lora.add_adapter_sharding(sharding)
+    return extended
+
+
+def _add_adapter_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan) -> None:
+    if dropout := plan.job.lora.dropout:
+        apply_lora_dropout: Any = lookup("weft.parallel.lora_dropout:apply_lora_dropout", {})
+        one_graph = plan.is_compiled and not plan.has_graph_breaks
+        apply_lora_dropout(model, blocks, dropout, plan.seed, one_graph)
 
 
 def _shard_tensors(

@@ -67,7 +67,7 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
         emulate: multiply in float32 after the cast.
     """
     selected = set(names)
-    convert = _get_converter(recipe, emulate)
+    convert = get_converter(recipe, emulate)
     for name, module in list(model.named_modules()):
         if name in selected and isinstance(module, ExpertLinear):
             product = import_quietly("weft.parallel.float8_experts").float8_grouped_linear
@@ -81,7 +81,7 @@ def is_float8_expert(module: nn.Module) -> bool:
     return isinstance(module, ExpertLinear) and module.product is not grouped_linear
 
 
-def _get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
+def get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
     """Return a function that converts a linear layer and keeps its weight."""
     if recipe == "mxfp8":
         return partial(MXLinear, emulate=emulate)
@@ -142,12 +142,11 @@ class Float8AllGather:
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
-        from torchao.float8.float8_linear import Float8Linear
-
         self._shards: dict[dist.ProcessGroup, list[_Float8Shard]] = {}
         for param in iter_sharded_parameters(model_parts):
-            is_weight = param.local.dim() == (3 if is_float8_expert(param.module) else 2)
-            is_float8 = is_float8_expert(param.module) or isinstance(param.module, Float8Linear)
+            is_expert = is_float8_expert(param.module)
+            is_weight = param.local.dim() == (3 if is_expert else 2)
+            is_float8 = is_expert or float8_layer(param.module) is not None
             if is_weight and is_float8 and param.is_even:
                 shard = _Float8Shard(param.local, param.module, param.group)
                 set_all_gather_hooks(param, shard.pre_all_gather, shard.post_all_gather)
@@ -177,6 +176,15 @@ class Float8AllGather:
                 shard.scale = scales[shard.scales].view(shard.scale_shape)
 
 
+def float8_layer(module: Any) -> Any:
+    """Return torchao's layer that defines a module's products in float8, or None.
+
+    It is the module itself, or if the weight is frozen: see `weft.parallel.float8_frozen`.
+    """
+    layer = getattr(getattr(module, "linear", None), "layer", module)
+    return layer if hasattr(layer, "linear_mm_config") else None
+
+
 class _Float8Shard:
     """This rank's shard of a float8 weight, or of a stack of them, with its gather hooks."""
 
@@ -196,7 +204,7 @@ class _Float8Shard:
             self.keys = [(id(module), expert) for expert in range(len(local) * group.size())]
             self.matrices, self.own_keys, self.scale_shape = list(local), self.keys[own], (-1,)
             self.own_scale = (own, None, None)
-        config = getattr(module, "linear_mm_config", None)
+        config = getattr(float8_layer(module), "linear_mm_config", None)
         self.weight: Any = WeightWithDynamicFloat8CastTensor(local, config, self.dtype)
 
     def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Any]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.parallel.dtensor import iter_flat_indices, shard_like, shard_offsets, to_local
-from weft.parallel.lora import quantize_matrix
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 # Elements computed at a time: limits temporaries to a few hundred MiB.
@@ -31,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 22
 QUANTIZE_ELEMENTS = 1 << 24
 TRUNCATE_AT = 3.0  # standard deviations
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
@@ -52,7 +53,7 @@ def init_params(
         init = get_init(name)
         values = float32_buffer(param)
         local = to_local(values)
-        stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
+        stream = mix_int((seed << 32) ^ zlib.crc32(name.encode()))
         if init.kind in ("ones", "zeros"):
             local.fill_(init.kind == "ones")
         else:
@@ -79,26 +80,27 @@ def _uniform_chunks(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield chunks of ``local``, each with uniform float64 numbers in (-1, 1)."""
     for chunk, index in iter_flat_indices(local, offsets, shape, CHUNK_ELEMENTS):
-        bits = _mix(index * _GOLDEN + stream)
+        bits = mix_bits(index * GOLDEN + stream)
         # The 53 highest bits, centered in their interval: strictly inside (0, 1).
-        yield chunk, 2.0 * ((_shift_right(bits, 11).double() + 0.5) * 2.0**-53) - 1.0
+        yield chunk, 2.0 * ((shift_right(bits, 11).double() + 0.5) * 2.0**-53) - 1.0
 
 
-def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
+def shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
     """Shift int64 right logically; ``>>`` would copy the sign."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def mix_bits(x: torch.Tensor) -> torch.Tensor:
     """Apply SplitMix64's finalizer; int64 multiplication wraps like unsigned."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+    x = (x ^ shift_right(x, 30)) * _MIX_1
+    x = (x ^ shift_right(x, 27)) * _MIX_2
+    return x ^ shift_right(x, 31)
 
 
-def _mix_int(x: int) -> int:
+def mix_int(x: int) -> int:
+    """Apply `mix_bits` to an integer, modulo 2**64."""
     signed = (x + (1 << 63)) % (1 << 64) - (1 << 63)
-    return int(_mix(torch.tensor(signed)).item())
+    return int(mix_bits(torch.tensor(signed)).item())
 
 
 # --------------------------------------------------------------------------- float32 values
@@ -129,6 +131,7 @@ def store_float32(param: Tensor, buffer: Tensor) -> None:
         local.copy_(values)
         return
     kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[-1])
+    quantize_matrix: Any = lookup("weft.parallel.quantized:quantize_matrix", {})
     rows = max(1, QUANTIZE_ELEMENTS // max(1, values.shape[1:].numel()))
     for first in range(0, values.shape[0], rows):
         chunk = slice(first, first + rows)

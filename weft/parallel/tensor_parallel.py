@@ -98,6 +98,8 @@ def apply_tensor_parallel(
         if spec.weight is not None:
             parent = modules[name.rpartition(".")[0]]
             _shard_parameters(module, parent, spec, mesh, config, sequence_parallel)
+        if spec.weight in ("row", "vocabulary"):
+            module.input_group = group  # see `weft.parallel.dora`
         has_multiply = spec.input_comm == "gather" and _calls_multiply(module)
         layers = [module]  # next to the exchange
         if has_multiply:
@@ -272,7 +274,8 @@ def _shard_parameters(
         vars(module).setdefault("local_parts", {})[name] = part
     if kind == "vocabulary":
         first = chunk_range(full.shape[0], mesh.size(), mesh.get_local_rank()).start
-        module.forward = partial(_vocab_parallel_forward, module, first)
+        name = "lookup" if hasattr(module, "lookup") else "forward"  # with an adapter, or without
+        setattr(module, name, partial(_vocab_parallel_forward, module, first))
     if kind == "norm_of_heads":
         assert heads is not None
         norm: Any = module

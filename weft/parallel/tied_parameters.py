@@ -25,6 +25,7 @@ complete.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -41,35 +42,40 @@ class TiedParameters:
 
     def __init__(self, model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
         """Find the copies, after the parameters are allocated."""
-        tied_name = plan.family.tied_parameter if plan.tied_ranks else None
-        params = (pair for part in model_parts for pair in part.named_parameters())
-        self._copies = [param for name, param in params if name == tied_name]
+        tied_name = (plan.family.tied_parameter or "") if plan.tied_ranks else ""
+        adapters = f"{tied_name.rpartition('.')[0]}.lora_"  # of the table
+        self._copies: dict[str, list[nn.Parameter]] = {}
+        for name, param in (pair for part in model_parts for pair in part.named_parameters()):
+            if name == tied_name or (tied_name and name.startswith(adapters)):
+                self._copies.setdefault(name, []).append(param)
         self._group: dist.ProcessGroup | None = None
         if len(set(plan.tied_ranks or ())) == 2:
             self._group = mesh.groups.get("tied", mesh.groups["pp"])
-        for param in self._copies:
+        for param in chain(*self._copies.values()):
             vars(param)["tied_group"] = self._group
 
     @torch.no_grad()
     def copy_values(self) -> None:
         """Copy the first copy on this rank to the second; call it before forward passes."""
-        for param in self._copies[1:]:
-            to_local(param).copy_(to_local(self._copies[0]))
+        for first, *others in self._copies.values():
+            for param in others:
+                to_local(param).copy_(to_local(first))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sum the gradients of both copies, after the last backward pass; a collective."""
-        grads = [to_local(param.grad) for param in self._copies if param.grad is not None]
-        if not grads or not grads[0].numel():
-            return  # frozen (LoRA), or a shard without elements
-        for param, grad in zip(self._copies[1:], grads[1:], strict=True):
-            grads[0] += grad
-            param.grad = None
-        if self._group is not None:
-            total = to_group_device(grads[0], self._group)
-            dist.all_reduce(total, group=self._group)
-            if total is not grads[0]:
-                grads[0].copy_(total)
+        for copies in self._copies.values():
+            grads = [to_local(param.grad) for param in copies if param.grad is not None]
+            if not grads or not grads[0].numel():
+                continue  # frozen (LoRA), or a shard without elements
+            for param, grad in zip(copies[1:], grads[1:], strict=True):
+                grads[0] += grad
+                param.grad = None
+            if self._group is not None:
+                total = to_group_device(grads[0], self._group)
+                dist.all_reduce(total, group=self._group)
+                if total is not grads[0]:
+                    grads[0].copy_(total)
 
 
 def tied_group(param: Tensor | None) -> dist.ProcessGroup | None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from weft.config.schema import LoraSection
 from weft.models import Family
+from weft.models.decoder_config import DecoderConfig
 from weft.models.family import UnitCost
-from weft.plan.matrices import list_matrices
+from weft.plan.matrices import Matrix, list_matrices
 from weft.plan.plan import Plan
 
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
@@ -23,15 +24,43 @@ def is_target(name: str, section: LoraSection) -> bool:
     """Return True if the linear layer of that name gets an adapter.
 
     A target is the end of a name, as in PEFT: ``up_proj``, or ``experts.up_proj`` only for experts.
+    By default, these are all layers of the blocks.
     """
     ends = tuple(f".{target}" for target in section.targets)
     return not ends or f".{name}".endswith(ends)
+
+
+def outer_targets(model: Any, section: LoraSection) -> list[Matrix]:
+    """Return the adapted layers outside of the blocks; ``lora.targets`` must name them.
+
+    ``model`` is a family's configuration.  The inputs of an embedding are the ids.
+    """
+    if not isinstance(model, DecoderConfig):
+        return []
+    layers = [Matrix("embed_tokens", model.dim, model.vocab_size, block=-1)]
+    if not model.tied_embeddings:
+        layers.append(Matrix("lm_head", model.vocab_size, model.dim, block=model.num_layers))
+    return [layer for layer in layers if layer.name in section.targets]
 
 
 def lora_scaling(section: LoraSection) -> float:
     """Return the factor of the adapters' output (rsLoRA: arXiv:2312.03732)."""
     rank = section.rank
     return section.alpha / (math.sqrt(rank) if section.rank_stabilized else rank)
+
+
+def lora_lr_factor(name: str, section: LoraSection) -> float:
+    """Return the factor of a parameter's learning rate (LoRA+: arXiv:2402.12354).
+
+    It is that of B, and as in PEFT of DoRA's vectors; 1 for other parameters.
+    """
+    module = name.split(".")[-2:-1]
+    return section.lr_ratio if module in (["lora_B"], ["lora_magnitude"]) else 1.0
+
+
+def is_magnitude(name: str) -> bool:
+    """Return True for the name of a vector of DoRA, which has no weight decay."""
+    return name.endswith(".lora_magnitude.weight")
 
 
 class TrainingCost(NamedTuple):
@@ -69,11 +98,15 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
         experts = sum(unit.expert_params for unit in units)
         return TrainingCost(*common, num_active, num_params, experts, 0, full, causal)
     trained = experts = active = quantized = 0
-    for name, outputs, inputs, num_experts, _ in list_matrices(model, family):
-        quantized += outputs * inputs * (num_experts or 1) * (section.quantize != "none")
-        params = section.rank * (outputs + inputs) * is_target(name, section)
+    matrices, outer = list_matrices(model, family), outer_targets(model, section)
+    if section.quantize != "none":
+        quantized = sum(m.out_features * m.in_features * (m.experts or 1) for m in matrices)
+    for name, outputs, inputs, num_experts, _ in [*matrices, *outer]:
+        params = section.rank * (outputs + inputs) + section.dora * outputs
+        params *= is_target(name, section)
         trained += params * (num_experts or 1)
         experts += params * num_experts
+        params -= section.rank * inputs * (name == "embed_tokens")  # a lookup
         active += params * (model.active_experts if num_experts else 1)
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
     change = 6.0 * active - family.flops_per_token(model, 0) / 3

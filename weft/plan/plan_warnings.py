@@ -310,6 +310,14 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
             "not allow it, they are too small to gain, or precision.float8_exclude names them. "
             "precision.float8_small=true converts small matrices too."
         )
+    if plan.lora_rank:
+        # The adapters read the input in high precision, and no weight has a gradient.
+        if plan.float8 == "rowwise_with_gw_hp":
+            yield (
+                f"{key} keeps the gradients of weights in high precision, but with lora.rank the "
+                "float8 matrices are frozen and have none. Use precision.float8=rowwise."
+            )
+        return
     if plan.async_tp and plan.float8 != "tensorwise":
         yield (
             f"{key} with parallel.async_tp=true does not overlap the gathers of tensor "

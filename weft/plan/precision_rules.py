@@ -9,7 +9,13 @@ from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job, LoraSection
 from weft.models import Family
 from weft.plan.degrees import ParallelDims
-from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, TrainingCost
+from weft.plan.lora_plan import (
+    QUANT_BLOCK_BYTES,
+    QUANT_BLOCK_SIZE,
+    TrainingCost,
+    is_target,
+    outer_targets,
+)
 from weft.plan.matrices import (
     convertible_matrices,
     list_matrices,
@@ -58,8 +64,9 @@ def check_float8(
         remedy = "use none, or precision.float8_small=true to convert small matrices too"
         errors.add(key, rule, remedy, ("precision.float8_exclude",))
     tokens = job.train.seq_len // degrees.cp
-    if recipe != "rowwise_with_gw_hp" and tokens % unit:
-        # The product for the gradient of a weight sums over tokens.
+    # The product for the gradient of a weight sums over tokens; frozen weights have none.
+    sums_tokens = recipe != "rowwise_with_gw_hp" and not (job.lora.rank and recipe != "mxfp8")
+    if sums_tokens and tokens % unit:
         rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
         remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
         errors.add("train.seq_len", rule, remedy, (key, "parallel.cp"))
@@ -71,8 +78,9 @@ def check_lora(
     """Check that the model and the layout support the adapters."""
     section, key = job.lora, "lora.rank"
     if not section.rank:
-        for name, value in (("targets", section.targets), ("quantize", section.quantize)):
-            if value not in ((), "none"):
+        default = LoraSection()
+        for name in ("targets", "quantize", "dora", "lr_ratio", "dropout"):
+            if getattr(section, name) != getattr(default, name):
                 rule = "has no effect without adapters (lora.rank=0)"
                 errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
         return
@@ -80,15 +88,31 @@ def check_lora(
     if not matrices:
         rule = f"needs nn.Linear layers in the blocks, which {job.model.kind} does not have"
         errors.add(key, rule, "use 0")
+    outer = [matrix.name for matrix in outer_targets(model, section)]
+    is_tied = getattr(model, "tied_embeddings", False)
     for target in section.targets:
-        if not any(f".{matrix.name}".endswith(f".{target}") for matrix in matrices):
+        if target == "lm_head" and is_tied:
+            rule = "shares the table of the embedding (model.tied_embeddings=true)"
+            remedy = "use embed_tokens, whose adapter changes both"
+            errors.add("lora.targets", rule, remedy, ("model.tied_embeddings",), value=target)
+        elif target not in outer and not any(
+            f".{matrix.name}".endswith(f".{target}") for matrix in matrices
+        ):
             layers = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
-            rule, remedy = "is not a linear layer of the model's blocks", suggest(target, layers)
+            rule = "is neither a linear layer of the model's blocks nor embed_tokens or lm_head"
+            remedy = suggest(target, layers)
             errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
-    if job.precision.float8 != "none":
-        rule = "does not support float8, because frozen matrices keep their dtype in every product"
-        remedy = "use precision.float8=none; lora.quantize saves more memory"
-        errors.add(key, rule, remedy, ("precision.float8",))
+    if section.dora and is_tied and outer:
+        rule = "has lengths of columns for the embedding, but of rows for the head that shares it"
+        remedy = "use lora.targets without embed_tokens, or lora.dora=false"
+        errors.add("lora.dora", rule, remedy, ("lora.targets", "model.tied_embeddings"))
+    stacks = [m for m in matrices if m.experts and is_target(m.name, section)]
+    for name in ("dora", "dropout") if stacks else ():
+        if getattr(section, name):
+            others = dict.fromkeys(m.name.split(".", 2)[-1] for m in matrices if not m.experts)
+            rule = f"does not support experts ({stacks[0].name}), as in PEFT"
+            remedy = f"use lora.targets={','.join(others)}"
+            errors.add(f"lora.{name}", rule, remedy, ("lora.targets",))
     unequal = {(m.name.rpartition(".")[2], m.in_features): m for m in matrices}
     for (layer, _), matrix in unequal.items() if section.quantize != "none" else ():
         spec = tensor_parallel_spec(matrix.name, family)

@@ -20,7 +20,7 @@ from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
 from weft.plan.degrees import ParallelDims, resolve_degrees
 from weft.plan.devices import peak_flops
-from weft.plan.lora_plan import TrainingCost, training_cost
+from weft.plan.lora_plan import TrainingCost, outer_targets, training_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
 from weft.plan.model_config import adopt_model, model_name, resolve_section
 from weft.plan.optim_rules import check_optimizer
@@ -189,7 +189,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         float8_all_gather=float8 == "tensorwise"
         and world_size > 1
         and isinstance(batch.reshard_after_forward, bool)
-        and not parallel.cpu_offload,
+        and not parallel.cpu_offload
+        and not job.lora.dora,  # it needs the norms of the weights as they are
         float8_emulated=emulated,
         warnings=(),
     )
@@ -323,7 +324,8 @@ def _resolve_batch(
         )
         check_full_microbatches(errors, family, local_batch_size, microbatch_size)
         if cost.lora_rank and pipeline is not None:
-            check_adapter_stages(errors, job, pipeline, list_matrices(model, family))
+            adapted = [*list_matrices(model, family), *outer_targets(model, job.lora)]
+            check_adapter_stages(errors, job, pipeline, adapted)
     return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync)
 
 

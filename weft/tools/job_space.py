@@ -102,8 +102,10 @@ VALUES: dict[str, tuple[str, ...]] = {
     "lora.rank": ("2", "3"),
     "lora.targets": (
         *("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
-        "experts.up_proj,o_proj",
+        *("experts.up_proj,o_proj", "embed_tokens,q_proj", "lm_head,up_proj"),
     ),
+    "lora.lr_ratio": ("4",),
+    "lora.dropout": ("0.2",),
     "optim.name": tuple(OPTIMIZERS),
     "optim.schedule": tuple(RATES),
     "optim.warmup_steps": ("0", "1"),
@@ -154,7 +156,15 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
     "data.format=preferences": {"train.objective": "dpo"},
     **{
         f"lora.{name}": {"lora.rank": "2"}
-        for name in ("alpha", "rank_stabilized", "targets", "quantize")
+        for name in (
+            "alpha",
+            "rank_stabilized",
+            "targets",
+            "quantize",
+            "dora",
+            "lr_ratio",
+            "dropout",
+        )
     },
     "optim.momentum": {"optim.name": "muon"},
     f"optim.groups={MUON_GROUPS}": {"optim.name": "muon"},

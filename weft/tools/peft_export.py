@@ -45,7 +45,8 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import LoraSection
 from weft.models.hf_fields import HFMapping, StackedExperts
 from weft.models.hf_mapping import get_hf_mapping, param_shapes
-from weft.parallel.lora import dequantize_matrix, quantize_matrix
+from weft.parallel.dora import row_squares
+from weft.parallel.quantized import dequantize_matrix, quantize_matrix
 from weft.plan.lora_plan import lora_scaling
 from weft.plan.matrices import list_matrices
 from weft.tools.hf_weights import split_name
@@ -54,9 +55,13 @@ from weft.tools.inference_model import CheckpointRef, find_base_checkpoint
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def open_merged(checkpoint: CheckpointRef, base: Path) -> dict[str, Weight]:
-    """Open the base weights with the adapters merged."""
+def open_merged(
+    checkpoint: CheckpointRef, base: Path, without_adapters: bool = False
+) -> dict[str, Weight]:
+    """Open the weights that a run was trained with, by default with the adapters merged."""
     weights, adapters = open_weights(base), open_weights(checkpoint.path)
+    if without_adapters:
+        adapters = {}
     quantized: set[str] = set()
     if checkpoint.job.lora.quantize != "none":
         linear = list_matrices(checkpoint.config, checkpoint.family)
@@ -80,8 +85,18 @@ def _merge(
     stop: int | None = None,
 ) -> Iterator[Tensor]:
     module = name.removesuffix(".weight")
-    has_adapter = f"{module}.lora_A.weight" in adapters
+    is_embedding = f"{module}.lora_embedding_A.weight" in adapters
+    has_adapter = is_embedding or f"{module}.lora_A.weight" in adapters
+    scaling, columns = lora_scaling(lora), None
     if has_adapter:
+        magnitude = _read_magnitude(adapters, module)
+    if is_embedding:
+        b, a = _read_factor(adapters, module, "embedding_A"), _read_embedding_b(adapters, module)
+        if magnitude is not None:
+            table = torch.cat([rows.float() for rows in weight.read()])
+            before, after = row_squares(table.t(), b.t(), a.t(), scaling).sqrt()
+            magnitude, columns = None, (before + magnitude) / after
+    elif has_adapter:
         a, b = (_read_factor(adapters, module, which) for which in "AB")
     offset = first
     for rows in weight.read(first, stop):
@@ -89,8 +104,12 @@ def _merge(
             rows = dequantize_matrix(quantize_matrix(rows, lora.quantize), torch.float32)
         if has_adapter:
             part = slice(offset, offset + len(rows))  # of the outputs, or of the experts
-            update = b[part] @ (a[part] if a.dim() == 3 else a)
-            rows = rows.float() + lora_scaling(lora) * update
+            factors = (a[part] if a.dim() == 3 else a), b[part]
+            merged = rows.float() + scaling * factors[1] @ factors[0]
+            if magnitude is not None:
+                before, after = row_squares(rows.float(), *factors, scaling).sqrt()
+                merged *= ((before + magnitude[part]) / after).unsqueeze(1)
+            rows = merged if columns is None else merged * columns
         offset += len(rows)
         yield rows
 
@@ -103,6 +122,17 @@ def _read_factor(
     if expert is None:
         return torch.cat([*weight.read()])
     return torch.cat([*weight.read(expert, expert + 1)])[0]
+
+
+def _read_embedding_b(adapters: Mapping[str, Weight], module: str) -> Tensor:
+    """Return B of an embedding, transposed: ``[rank, D]``."""
+    return _read_factor(adapters, module, "embedding_B").t()
+
+
+def _read_magnitude(adapters: Mapping[str, Weight], module: str) -> Tensor | None:
+    """Return the changes of a matrix's row lengths (DoRA), or None."""
+    weight = adapters.get(f"{module}.lora_magnitude.weight")
+    return None if weight is None else torch.cat([*weight.read()])
 
 
 # --------------------------------------------------------------------------- PEFT
@@ -142,7 +172,7 @@ def _list_targets(
         parent, _, leaf = module.rpartition(".")
         parameter = ""
         parts: tuple[str, ...] = (name,)
-        path = mapping.hf_name(name)
+        path = mapping.hf_name(f"{name}.weight").removesuffix(".weight")
         if parent == "mlp.experts":
             # vLLM and PEFT need all three, or PEFT's conversion looks for the wrong wrapper.
             gate_up = tuple(f"{layer}{parent}.{part}_proj" for part in ("gate", "up"))
@@ -170,11 +200,13 @@ class _Pair(NamedTuple):
     Attributes:
         a, b: the matrices.
         num_parts: number of weft's adapters in them.
+        magnitude: lengths of the rows (DoRA), or None.
     """
 
     a: Weight
     b: Weight
     num_parts: int
+    magnitude: Weight | None = None
 
 
 def _open_pair(
@@ -226,6 +258,27 @@ def _open_pair(
     return _Pair(a, b, len(adapted))
 
 
+def _open_magnitude(
+    target: _Target, adapters: Mapping[str, Weight], base: Mapping[str, Weight]
+) -> Weight:
+    """Open the lengths of a target's rows; a part without an adapter has those of its weight.
+
+    Args:
+        target: what the adapters adapt.
+        adapters: weft's adapters, by name.
+        base: the weights that they were trained with, by name.
+    """
+    weights = [base[f"{part}.weight"] for part in target.parts]
+
+    def read() -> Iterator[Tensor]:
+        for part, weight in zip(target.parts, weights, strict=True):
+            lengths = torch.cat([rows.float().norm(dim=1) for rows in weight.read()])
+            magnitude = _read_magnitude(adapters, part)
+            yield lengths if magnitude is None else lengths + magnitude
+
+    return Weight(torch.Size((sum(weight.shape[0] for weight in weights),)), read)
+
+
 def _peft_weights(targets: Mapping[_Target, _Pair]) -> dict[str, Weight]:
     """Return the tensors of an adapter's file by name."""
     weights: dict[str, Weight] = {}
@@ -235,7 +288,91 @@ def _peft_weights(targets: Mapping[_Target, _Pair]) -> dict[str, Weight]:
         if target.parameter == "gate_up_proj" and target.path in paths:
             name += ".base_layer"  # PEFT wraps the module for down_proj last
         weights |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b}
+        if pair.magnitude is not None:
+            weights[f"{name}.lora_magnitude_vector"] = pair.magnitude
     return weights
+
+
+def _embedding_weights(
+    adapters: Mapping[str, Weight], base: Mapping[str, Weight], hf_name: str, is_tied: bool
+) -> dict[str, Weight]:
+    """Return the tensors of the embedding's adapter, and of the head that is tied to it.
+
+    Args:
+        adapters: weft's adapters, by name.
+        base: the weights that they were trained with, by name.
+        hf_name: name of the embedding in transformers.
+        is_tied: the head shares the embedding's table.
+    """
+    module = "embed_tokens"
+    if f"{module}.lora_embedding_A.weight" not in adapters:
+        return {}
+    ids, rank = adapters[f"{module}.lora_embedding_A.weight"].shape
+    width = adapters[f"{module}.lora_embedding_B.weight"].shape[0]
+
+    def read(which: str, transposed: bool) -> Iterator[Tensor]:
+        value = _read_factor(adapters, module, f"embedding_{which}")
+        yield (value.t() if transposed else value).contiguous()
+
+    def read_magnitude() -> Iterator[Tensor]:
+        table = torch.cat([rows.float() for rows in base[f"{module}.weight"].read()])
+        change = _read_magnitude(adapters, module)
+        assert change is not None
+        yield table.norm(dim=0) + change
+
+    name = f"base_model.model.{hf_name}"
+    weights = {
+        f"{name}.lora_embedding_A": Weight(torch.Size((rank, ids)), partial(read, "A", True)),
+        f"{name}.lora_embedding_B": Weight(torch.Size((width, rank)), partial(read, "B", False)),
+    }
+    if f"{module}.lora_magnitude.weight" in adapters:
+        weights[f"{name}.lora_magnitude_vector"] = Weight(torch.Size((width,)), read_magnitude)
+    if is_tied:  # as PEFT writes it
+        head = "base_model.model.lm_head"
+        weights |= {
+            f"{head}.lora_A.weight": Weight(torch.Size((rank, width)), partial(read, "B", True)),
+            f"{head}.lora_B.weight": Weight(torch.Size((ids, rank)), partial(read, "A", False)),
+        }
+    return weights
+
+
+def _peft_config(
+    lora: LoraSection, targets: Mapping[_Target, _Pair], has_embedding: bool, is_tied: bool
+) -> dict[str, Any]:
+    """Return PEFT's configuration, without the name of the base model.
+
+    Args:
+        lora: the section ``[lora]``.
+        targets: what the adapters adapt, without the embedding.
+        has_embedding: the embedding has an adapter.
+        is_tied: the head shares it.
+    """
+    fused = {target.name: pair.num_parts for target, pair in targets.items() if pair.num_parts > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
+        "target_modules": sorted(
+            {target.name.rpartition(".")[2] for target in targets if not target.parameter}
+            | ({"embed_tokens"} if has_embedding else set())
+        ),
+        "ensure_weight_tying": is_tied,
+        "target_parameters": sorted({target.name for target in targets if target.parameter})
+        or None,
+        # The scale of the output stays the same.
+        "rank_pattern": {name: lora.rank * parts for name, parts in fused.items()},
+        "alpha_pattern": {
+            name: lora.alpha * (math.sqrt(parts) if lora.rank_stabilized else parts)
+            for name, parts in fused.items()
+        },
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
 
 
 def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
@@ -262,10 +399,23 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
     mapping, shapes = get_hf_mapping(family), param_shapes(family, checkpoint.config)
     adapters = {n: w for n, w in open_weights(checkpoint.path).items() if ".lora_" in n}
     layers = dict.fromkeys(name.rpartition(".lora_")[0] for name in adapters)
+    has_embedding = layers.pop("embed_tokens", "") is None
+    is_tied = has_embedding and checkpoint.config.tied_embeddings
+    trained_with = open_merged(checkpoint, base, without_adapters=True)
     targets = {
         target: _open_pair(target, adapters, shapes, mapping.stacked)
         for target in _list_targets(mapping, layers, shapes)
     }
+    if lora.dora:
+        wrapped = [target.name for target in targets if target.parameter]
+        if wrapped:
+            rule = f"adapts {wrapped[0]} with lora.dora, which PEFT does not support in this model"
+            remedy = "export without --adapter, with the adapters merged"
+            raise InvalidConfig([ConfigError("--adapter", str(checkpoint.path), rule, remedy)])
+        targets = {
+            target: pair._replace(magnitude=_open_magnitude(target, adapters, trained_with))
+            for target, pair in targets.items()
+        }
     is_marked = mapping.stacked is not None and mapping.stacked.marked
     if is_marked and any(shapes[f"{name}.weight"][:-2] == (1,) for name in layers):
         rule = (
@@ -273,31 +423,11 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
         )
         remedy = "export without --adapter, with the adapters merged"
         raise InvalidConfig([ConfigError("--adapter", str(checkpoint.path), rule, remedy)])
-    fused = {target.name: pair.num_parts for target, pair in targets.items() if pair.num_parts > 1}
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": read_manifest(base).get("imported"),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rank_stabilized,
-        "target_modules": sorted(
-            {target.name.rpartition(".")[2] for target in targets if not target.parameter}
-        ),
-        "target_parameters": sorted({target.name for target in targets if target.parameter})
-        or None,
-        # The scale of the output stays the same.
-        "rank_pattern": {name: lora.rank * parts for name, parts in fused.items()},
-        "alpha_pattern": {
-            name: lora.alpha * (math.sqrt(parts) if lora.rank_stabilized else parts)
-            for name, parts in fused.items()
-        },
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    config = _peft_config(lora, targets, has_embedding, is_tied)
+    config["base_model_name_or_path"] = read_manifest(base).get("imported")
     weights = _peft_weights(targets)
+    embedding_name = mapping.hf_name("embed_tokens")
+    weights |= _embedding_weights(adapters, trained_with, embedding_name, is_tied)
     with publish_directory(out) as directory:
         num_bytes = write_weight_file(directory / WEIGHTS, weights, dtype)
         write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter

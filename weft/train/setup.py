@@ -31,13 +31,13 @@ from weft.monitor.layer_stats import LayerStats, name_layers
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES, Decay, build_optimizer
 from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
-from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
 from weft.parallel.private import (
     configure_flight_recorder,
     create_tcp_store,
     enable_expandable_segments,
 )
+from weft.plan.lora_plan import is_magnitude, lora_lr_factor
 from weft.plan.plan import Plan
 from weft.train.machine import is_launched_rank
 from weft.train.step import TrainStep
@@ -194,6 +194,7 @@ def build(plan: Plan, rank: Rank) -> Built:
     def get_init(name: str) -> Init:
         return family.get_init(name, plan.model)
 
+    adapter_init: Any = lookup("weft.parallel.lora:adapter_init", {})
     init_params(
         chain(
             trainable_parameters(model_parts),
@@ -201,19 +202,20 @@ def build(plan: Plan, rank: Rank) -> Built:
             persistent_buffers(model_parts),
         ),
         plan.seed,
-        lambda name: adapter_init(name, get_init),
+        lambda name: adapter_init(name, plan.model, get_init),
     )
     optimizer = build_optimizer(
         trainable_parameters(model_parts),
         job.optim,
         lookup(plan.optimizer, OPTIMIZERS),
-        family.has_weight_decay,
+        lambda name: not is_magnitude(name) and family.has_weight_decay(name),
         {
             param
             for part in model_parts
             for block in family.blocks(part)
             for param in block.parameters()
         },
+        lambda name: lora_lr_factor(name, job.lora),
     )
     train_step = TrainStep(model_parts, family, plan, mesh, rank.device)
     decay = lookup(job.optim.schedule, SCHEDULES)

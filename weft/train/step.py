@@ -231,7 +231,8 @@ class TrainStep:
     def _forward(self, microbatch: Microbatch) -> Tensor:
         (model,) = self.model_parts
         batch = microbatch.batch
-        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
+        ids = {} if batch.token_ids_BT is None else {"token_ids_BT": batch.token_ids_BT}
+        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT, **ids)
         return self._loss(output, microbatch)
 
     def _loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -332,7 +333,7 @@ class TrainStep:
             kwargs=[
                 {
                     name: column
-                    for name in ("positions_BT", "documents_BT")
+                    for name in ("positions_BT", "documents_BT", "token_ids_BT")
                     if (column := getattr(m.batch, name)) is not None
                 }
                 for m in padded
@@ -370,7 +371,7 @@ class TrainStep:
             return batch
         shards = {
             name: shard_sequence(column, cp_rank, cp_size, load_balance)
-            for name in ("tokens_BT", "targets_BT", "positions_BT")
+            for name in ("tokens_BT", "targets_BT", "positions_BT", "token_ids_BT")
             if (column := getattr(batch, name)) is not None
         }
         return batch._replace(**shards)

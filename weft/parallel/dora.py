@@ -1,0 +1,114 @@
+"""DoRA (arXiv:2402.09353): adapters that train the length of each matrix row apart.
+
+    out = m / |W + s B A| * (x W^T + s (x A^T) B^T)        s = alpha / rank
+
+``|...|`` is the norm of each row, one number per output, and m [outputs] is trained.  It begins as
+``|W|``, so the model starts unchanged.  As in the paper (section 4.3) and PEFT, the denominator is
+a constant of the gradient.
+
+*Parameter.*  The module stores ``m - |W|``, which begins as zeros.  Its gradient is that of m.  So
+the initial value does not depend on weights that are loaded later, and in bfloat16 small changes of
+a large m are not rounded away.  `weft.tools.peft_export` adds ``|W|``.
+
+*Norm.*  Neither B A nor its sum with W is built.  With the rows w, b of W and B
+
+    |w + s b A|^2 = w w^T + 2 s (w A^T) b^T + s^2 b (A A^T) b^T
+
+which takes products of rank columns.  Each term is a sum over inputs.  So if tensor parallelism
+shards W by inputs, the ranks add their sums: one all-reduce of two numbers per output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.config.schema import LoraSection
+from weft.parallel.collectives import sum_over_ranks
+from weft.parallel.lora import FrozenLinear, LoraLinear
+from weft.parallel.quantized import dequantize_matrix
+from weft.plan.matrices import Linear
+
+SMALLEST_NORM = 1e-12  # of a row of zeros
+
+
+class Magnitude(nn.Module):
+    """Changes of the lengths of a matrix's rows: a weight ``[outputs]``."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs))
+
+
+class DoraLinear(LoraLinear):
+    """A frozen linear layer with an adapter and a trained length of each row.
+
+    Attributes:
+        input_group: ranks that share the inputs of the layer; None: this rank has all.
+    """
+
+    input_group: dist.ProcessGroup | None = None
+
+    def __init__(self, layer: Linear, section: LoraSection | None, linear: FrozenLinear) -> None:
+        super().__init__(layer, section, linear)
+        with layer.weight.device:
+            self.lora_magnitude = Magnitude(self.out_features)
+
+    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
+        """Map ``[..., inputs]`` to ``[..., outputs]``."""
+        out = (self.linear(x, self.weight) + self.adapter_output(x)) * self._scale().to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+    def merged_weight(self) -> Tensor:
+        """Return the weight with the adapter, ``[outputs, inputs]``."""
+        return super().merged_weight() * self._scale().to(self.weight.dtype).unsqueeze(1)
+
+    def _scale(self) -> Tensor:
+        a: Any = self.lora_A
+        b: Any = self.lora_B
+        factors = (self.weight, a.weight, b.weight)
+        return magnitude_scale(factors, self.scaling, self.lora_magnitude.weight, self.input_group)
+
+
+def magnitude_scale(
+    factors: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    magnitude: Tensor,
+    input_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return ``m / |W + s B A|``, float32 ``[outputs]``.
+
+    Args:
+        factors: W, A and B; see `row_squares`.
+        scaling: s.
+        magnitude: ``m - |W|``.
+        input_group: ranks that share the inputs.
+    """
+    squares = row_squares(*factors, scaling)
+    if input_group is not None:
+        squares = sum_over_ranks(squares, input_group)
+    before, after = squares.sqrt().clamp(min=SMALLEST_NORM)
+    scale: Tensor = (before + magnitude.float()) / after
+    return scale
+
+
+@torch.no_grad()
+def row_squares(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return the squared row norms of W and of W + s B A: float32 ``[2, outputs]``.
+
+    Args:
+        weight: W ``[outputs, inputs]``, maybe quantized.
+        a: A ``[rank, inputs]``.
+        b: B ``[outputs, rank]``.
+        scaling: s.
+    """
+    if weight.dtype == torch.uint8:
+        weight = dequantize_matrix(weight, a.dtype)
+    before = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    b = b.float()
+    mixed = ((weight @ a.mT).float() * b).sum(1)
+    after = before + 2 * scaling * mixed + scaling**2 * ((b @ (a @ a.mT).float()) * b).sum(1)
+    return torch.stack((before, after.clamp(min=0)))
