@@ -41,7 +41,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.decoder_config import DecoderConfig
-from weft.models.layers import ACTIVATIONS, FeedForward, grouped_linear, run_function
+from weft.models.layers import (
+    ACTIVATIONS,
+    FeedForward,
+    add_bias,
+    grouped_linear,
+    run_function,
+)
 
 SWISH_SCALE = 1.702  # of the gate in gpt-oss's activation
 
@@ -115,10 +121,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """See `grouped_linear`."""
-        out_RF = self.product(x_RD, self.weight, counts_E)
-        if self.bias is None:
-            return out_RF
-        return out_RF + self.bias.repeat_interleave(counts_E, dim=0, output_size=len(x_RD))
+        return add_bias(self.product(x_RD, self.weight, counts_E), self.bias, counts_E)
 
 
 class Experts(nn.Module):

@@ -78,7 +78,7 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
 
 def is_float8_expert(module: nn.Module) -> bool:
     """Return True for a linear layer of experts in float8."""
-    return isinstance(module, ExpertLinear) and module.product is not grouped_linear
+    return getattr(module, "product", grouped_linear) is not grouped_linear
 
 
 def get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:

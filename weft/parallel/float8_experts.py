@@ -39,7 +39,7 @@ from torchao.float8.float8_utils import amax_to_scale
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-from weft.models.layers import group_sizes, grouped_linear, run_function
+from weft.models.layers import grouped_linear, run_function, weight_gradient
 from weft.parallel.private import scaled_grouped_mm
 
 E4M3 = torch.float8_e4m3fn
@@ -64,22 +64,32 @@ def float8_grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor, *options: Any) -> Any:
-        ctx.save_for_backward(x_RD, weight_EFD, counts_E)
+        # A frozen weight has no gradient, which alone needs the input.
+        saved = x_RD if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(saved, weight_EFD, counts_E)
         ctx.options = options
-        return _PaddedRows(counts_E, len(x_RD), *options).multiply(
-            x_RD, weight_EFD, is_forward=True
-        )
+        groups = _PaddedRows(counts_E, len(x_RD), *options)
+        return groups.multiply(x_RD, _unpack(weight_EFD, x_RD.dtype), is_forward=True)
 
     @staticmethod
     def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, weight_EFD, counts_E = ctx.saved_tensors
-        groups = _PaddedRows(counts_E, len(x_RD), *ctx.options)
+        groups = _PaddedRows(counts_E, len(grad_RF), *ctx.options)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = groups.multiply(grad_RF, weight_EFD, is_forward=False)
+            matrices = _unpack(weight_EFD, grad_RF.dtype)
+            grad_x = groups.multiply(grad_RF, matrices, is_forward=False)
         if ctx.needs_input_grad[1]:
             grad_weight = groups.multiply_columns(grad_RF, x_RD).to(weight_EFD.dtype)
         return grad_x, grad_weight, None, None, None
+
+
+def _unpack(weight_EFD: Any, dtype: torch.dtype) -> Any:
+    if weight_EFD.dtype != torch.uint8:
+        return weight_EFD
+    from weft.parallel.quantized import dequantize_matrix
+
+    return dequantize_matrix(weight_EFD, dtype)
 
 
 class _PaddedRows:
@@ -123,16 +133,16 @@ class _PaddedRows:
     def multiply_columns(self, grad_RF: Tensor, x_RD: Tensor) -> Tensor:
         """Return the gradient of the weight, ``[E, F, D]``."""
         if self.recipe == "rowwise_with_gw_hp":
-            return _multiply_columns(grad_RF, x_RD, self.counts_E)
+            return weight_gradient(x_RD, grad_RF, self.counts_E)
         grad8, grad_scale = self._round_columns(self._pad(grad_RF))
         x8, x_scale = self._round_columns(self._pad(x_RD))
         if self.emulate:
             grad_RF = _dequantize(grad8, grad_scale, x_RD.dtype).t()[self.rows_R]
             x_RD = _dequantize(x8, x_scale, x_RD.dtype).t()[self.rows_R]
-            multiply: Any = _multiply_columns
+            multiply: Any = weight_gradient
             if torch.compiler.is_compiling():  # `weft plan` is to see the product
-                multiply = torch.ops.weft.multiply_columns
-            return multiply(grad_RF, x_RD, self.counts_E)  # type: ignore[no-any-return]
+                multiply = torch.ops.weft.weight_gradient
+            return multiply(x_RD, grad_RF, self.counts_E)  # type: ignore[no-any-return]
         scales = self._scales_of_columns(grad_scale), self._scales_of_columns(x_scale)
         out_EFD: Tensor = self._multiply(grad8, x8.t(), *scales, False)
         return out_EFD
@@ -231,17 +241,6 @@ def _to_tiles(scale: Tensor) -> Tensor:
     return tiles.transpose(-4, -2).flatten(-3)
 
 
-def _multiply_columns(grad_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """Return the gradient of the weight of `grouped_linear`."""
-    if grad_RF.dtype == torch.bfloat16 and len(x_RD):
-        ends_E = counts_E.cumsum(0).to(torch.int32)
-        out_EFD: Tensor = F.grouped_mm(grad_RF.t(), x_RD, offs=ends_E)
-        return out_EFD
-    sizes = group_sizes(counts_E, len(x_RD))
-    groups = zip(torch.split(grad_RF, sizes), torch.split(x_RD, sizes), strict=True)
-    return torch.stack([grad.t() @ x for grad, x in groups])
-
-
 # Inductor chooses strides of the inputs of grouped products that their kernels refuse.  It keeps
 # those of operators with this tag.
 EXACT = torch.Tag.needs_exact_strides
@@ -253,11 +252,11 @@ torch.library.define(
 torch.library.impl("weft::scaled_grouped_mm", "default", scaled_grouped_mm)
 torch.library.register_fake("weft::scaled_grouped_mm", scaled_grouped_mm)
 torch.library.define(
-    "weft::multiply_columns", "(Tensor grad, Tensor x, Tensor counts) -> Tensor", tags=EXACT
+    "weft::weight_gradient", "(Tensor x, Tensor grad, Tensor counts) -> Tensor", tags=EXACT
 )
-torch.library.impl("weft::multiply_columns", "default", _multiply_columns)
+torch.library.impl("weft::weight_gradient", "default", weight_gradient)
 
 
-@torch.library.register_fake("weft::multiply_columns")  # type: ignore[untyped-decorator]
-def _fake_multiply_columns(grad_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+@torch.library.register_fake("weft::weight_gradient")  # type: ignore[untyped-decorator]
+def _fake_weight_gradient(x_RD: Tensor, grad_RF: Tensor, counts_E: Tensor) -> Tensor:
     return x_RD.new_empty(len(counts_E), grad_RF.shape[1], x_RD.shape[1])

@@ -3,7 +3,7 @@
 torchao's layers always compute the gradient of the weight, and save the input for it.  A matrix
 with a LoRA adapter is frozen, so a third of that work, and the memory, would be for nothing.  The
 functions here round as torchao's layers do (`weft.parallel.float8`), and save only the weight.  A
-quantized matrix (`weft.parallel.lora`) is dequantized to the dtype of the activations first: it is
+quantized matrix (`weft.parallel.quantized`) is dequantized to the dtype of the activations first: it is
 stored in 4 or 8 bits per number, and multiplied in float8.
 
 The adapters stay in the compute dtype.  Their products have a short side, the rank, so that casting
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.layers import run_function
+from weft.models.layers import add_bias, run_function
 from weft.parallel.float8 import get_converter, import_quietly
 from weft.parallel.lora import FrozenLinear
 from weft.parallel.quantized import dequantize_matrix
@@ -30,7 +30,7 @@ Product = Callable[[Tensor, Any], Tensor]
 
 @cache  # one function for all layers, so that the compiler sees that blocks are alike
 def frozen_float8_linear(recipe: str, emulate: bool) -> FrozenLinear:
-    """Return a function like `weft.parallel.lora.frozen_linear`, in float8.
+    """Return a function like `weft.models.layers.linear`, in float8.
 
     Its attribute ``layer`` is a float8 layer with the configuration of the products.
 
@@ -41,13 +41,14 @@ def frozen_float8_linear(recipe: str, emulate: bool) -> FrozenLinear:
     layer: Any = get_converter(recipe, emulate)(nn.Linear(32, 32, bias=False, device="meta"))
     products = _mx_products(layer) if recipe == "mxfp8" else _float8_products(layer)
     function = _make_function(*products)
+    experts = import_quietly("weft.parallel.float8_experts").float8_grouped_linear
 
     def linear(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, counts_E: Tensor | None = None
     ) -> Tensor:
-        assert counts_E is None, "experts have no float8 products"
-        out = run_function(function, x, weight)
-        return out if bias is None else out + bias.to(out.dtype)
+        if counts_E is None:
+            return add_bias(run_function(function, x, weight), bias)
+        return add_bias(experts(x, weight, counts_E, recipe, emulate), bias, counts_E)
 
     vars(linear)["layer"] = layer
     return linear

@@ -33,18 +33,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.errors import lookup
 from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
-from weft.models.layers import grouped_linear
+from weft.models.layers import linear
 from weft.models.moe import ExpertLinear
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target, lora_scaling
 from weft.plan.matrices import Linear, find_linear_layers
 
-# Like `frozen_linear`.
+# Like `weft.models.layers.linear`.
 FrozenLinear = Callable[..., Tensor]
 
 ADAPTER_INIT = {
@@ -146,19 +145,19 @@ def apply_lora(
                 shape = *rows, inputs // QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES[section.quantize]
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
-    in_blocks: FrozenLinear = frozen_linear
+    in_blocks: FrozenLinear = linear
     if quantized:
         in_blocks = lookup("weft.parallel.quantized:quantized_linear", {})
     for name, layer in outer.items() - layers.items():
         embedding: Any = lookup("weft.parallel.lora_embedding:LoraEmbedding", {})
         model.set_submodule(name, embedding(layer, section))
     for name, layer in layers.items():
-        linear = frozen_linear if name in outer else in_blocks
+        product = linear if name in outer else in_blocks
         target = section if is_target(name, section) else None
         kind = LoraLinear if isinstance(layer, nn.Linear) else LoraExpertLinear
         if section.dora and target is not None:
             kind = lookup("weft.parallel.dora:DoraLinear", {})
-        model.set_submodule(name, kind(layer, target, linears.get(name, linear)))
+        model.set_submodule(name, kind(layer, target, linears.get(name, product)))
 
 
 def add_adapter_sharding(table: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
@@ -181,22 +180,3 @@ def adapter_init(name: str, model: Any, get_init: Callable[[str], Init]) -> Init
     if module == "lora_embedding_B" and model.tied_embeddings:  # of the head, as A there
         return Init("truncated_normal", (3 * model.dim) ** -0.5)
     return ADAPTER_INIT[module] if module in ADAPTER_INIT else get_init(name)
-
-
-def frozen_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, counts_E: Tensor | None = None
-) -> Tensor:
-    """Apply a frozen linear layer.
-
-    ``counts_E``: rows of each expert; None: an ordinary layer, as in `F.linear`.
-    """
-    if counts_E is None:
-        return F.linear(x, weight, bias)
-    return add_bias(grouped_linear(x, weight, counts_E), bias, counts_E)
-
-
-def add_bias(out: Tensor, bias: Tensor | None, counts_E: Tensor | None) -> Tensor:
-    """Add the bias, or that of each row's expert."""
-    if bias is not None and counts_E is not None:
-        bias = bias.repeat_interleave(counts_E, dim=0, output_size=len(out))
-    return out if bias is None else out + bias.to(out.dtype)

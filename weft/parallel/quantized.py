@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.layers import grouped_linear, is_fake, run_function
-from weft.parallel.lora import add_bias
+from weft.models.layers import add_bias, grouped_linear, is_fake, linear, run_function
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 SCALE_BYTES = 4  # bytes
@@ -96,7 +95,7 @@ class _QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, counts_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed, counts_E)
         matrix = dequantize_matrix(packed, x.dtype)
-        return F.linear(x, matrix) if counts_E is None else grouped_linear(x, matrix, counts_E)
+        return linear(x, matrix, None, counts_E)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -110,6 +109,6 @@ class _QuantizedLinear(torch.autograd.Function):
 def quantized_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, counts_E: Tensor | None = None
 ) -> Tensor:
-    """Apply a frozen linear layer with a quantized weight; see `frozen_linear`."""
+    """Apply a frozen linear layer with a quantized weight; see `linear`."""
     out = run_function(_QuantizedLinear, x, weight, counts_E)
     return add_bias(out, bias, counts_E)

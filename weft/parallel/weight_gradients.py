@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.layers import run_function, weight_gradient
+from weft.models.layers import linear, run_function, weight_gradient
 from weft.models.moe import ExpertLinear
-from weft.parallel.lora import quantized_linear
+from weft.parallel.float8 import is_float8_expert
 
 
 class WeightGradients:
@@ -99,14 +99,15 @@ def defer_weight_gradients(model: nn.Module) -> None:
     """
     gradients = vars(model)["weight_gradients"] = WeightGradients()
     for module in model.modules():
-        if type(module).forward in (nn.Linear.forward, ExpertLinear.forward):
+        is_linear = type(module).forward in (nn.Linear.forward, ExpertLinear.forward)
+        if is_linear and not is_float8_expert(module):
             # One function for all layers, so that the compiler sees that blocks are alike.
             vars(module).update(forward=MethodType(_forward, module), weight_gradients=gradients)
 
 
 def _forward(module: Any, x: Tensor, *counts: Tensor) -> Tensor:
     """Replace the forward of a linear layer, or of one per expert."""
-    out = quantized_linear(x, module.weight.detach(), module.bias, *counts)
+    out = linear(x, module.weight.detach(), module.bias, *counts)
     if torch.is_grad_enabled() and module.weight.requires_grad:
         taps = vars(module).get("taps") or _make_taps(module, x.shape, *counts)
         return run_function(_Tapped, out, x, *taps)
@@ -126,8 +127,8 @@ def tap_compiled_block(block: Any) -> None:
 
     The compiler needs their shapes, so the first call also runs the block without the compiler.
     """
-    linear = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
-    layers: list[Any] = [layer for layer in linear if hasattr(layer, "weight_gradients")]
+    modules = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
+    layers: list[Any] = [layer for layer in modules if hasattr(layer, "weight_gradients")]
     compiled = block.forward
 
     def forward(*args: Any) -> Any:

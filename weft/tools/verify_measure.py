@@ -55,6 +55,7 @@ from weft.data.loader import (
 )
 from weft.data.packing import PackedSequences
 from weft.data.token_store import TokenStream
+from weft.models.moe import ExpertLinear
 from weft.monitor.layer_comparison import finite_or_inf, safe_ratio
 from weft.monitor.layer_stats import hook_forward
 from weft.optim.lean import LowPrecisionAdamW
@@ -293,8 +294,9 @@ class Noise:
                         module.register_forward_pre_hook(self._perturb_input)
 
     def _uses_float8(self, module: nn.Module) -> bool:
-        is_linear = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-        return self._float8 and (is_linear or is_float8_expert(module))
+        is_linear = isinstance(module, nn.Linear | ExpertLinear)
+        is_converted = type(module) not in (nn.Linear, ExpertLinear) or is_float8_expert(module)
+        return self._float8 and is_linear and is_converted
 
     def _perturb_input(self, module: nn.Module, args: Any) -> Any:
         x, *rest = args
