@@ -227,7 +227,11 @@ def rings(size: int) -> list[str]:
         "balance": ["cp_load_balance=true", "cp_load_balance=false"],
         "rows": ["data.packing=documents", "data.packing=windows"],
     }
-    return [" ".join(case.values()) for case in cover_pairs(axes)]
+    by_documents = "cp_load_balance=documents data.packing=documents"
+    return [
+        *(" ".join(case.values()) for case in cover_pairs(axes)),
+        *(f"cp{size} cp_method={method} {by_documents}" for method in ("ring", "allgather")),
+    ]
 
 
 DATA = [

@@ -18,9 +18,10 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import WeftError
 from weft.config.schema import Job
 from weft.estimate import trace as tracing
+from weft.estimate.cost import device_spec
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers
-from weft.estimate.forecast import communication_by_axis
-from weft.estimate.op_recorder import OpTrace
+from weft.estimate.forecast import communication_by_axis, forecast
+from weft.estimate.op_recorder import OpRecorder, OpTrace
 from weft.estimate.private_trace import clear_mesh_cache
 from weft.estimate.trace import (
     RankTrace,
@@ -37,7 +38,9 @@ from weft.models import decoder
 from weft.models.families import llama
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.mesh import Mesh
+from weft.plan.devices import parse_cluster
 from weft.plan.plan import Machine, Plan
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 from weft.train.setup import Built, build
 
@@ -389,3 +392,47 @@ def test_traces_collective_without_a_price_is_an_error() -> None:
     rule = "cannot price the collective reduce_: supported collectives are all_gather"
     with pytest.raises(WeftError, match=rule):
         trace_ranks(resolve(job, Machine("cpu", devices=2, world_size=2)))
+
+
+# --------------------------------------------------------------------------- repeated blocks
+
+TILES = "train.seq_len=8192 model.max_seq_len=8192 data.packing=documents model.layer_pattern=LG"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp4 cp_method=ring model.attention_softcap=2 model.sliding_window=900",
+        pytest.param(
+            "cp2 cp_method=allgather compile.enable=true model.attention_softcap=2 "
+            "model.sliding_window=700",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "cp4 cp_method=ring model.sliding_window=300 activation_checkpoint.mode=full",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_traces_repeated_blocks_of_attention_are_recorded_as_if_they_ran(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operators of a block run once for all blocks of its shape; no prediction changes."""
+    dispatch, numbers = OpRecorder.__torch_dispatch__, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        numbers[-1] += 1
+        return dispatch(*args, **kwargs)
+
+    monkeypatch.setattr(OpRecorder, "__torch_dispatch__", counted)
+    ranks, overrides = parse(f"{layout} {TILES}")
+    machine = cluster_machine(parse_cluster(f"1x{ranks}xH100"))
+    plan = resolve(small_job(*BASE, *overrides), machine)
+    forecasts = []
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(OpRecorder, "record_repeated", lambda _, f, *args: f(*args))
+        numbers.append(0)
+        forecasts.append(forecast(plan, machine, device_spec(plan, machine)).to_dict())
+    assert numbers[0] < 0.6 * numbers[1]
+    assert forecasts[0] == forecasts[1]

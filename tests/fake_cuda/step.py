@@ -51,7 +51,7 @@ from weft.estimate.trace import empty_batches
 from weft.models import attention
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
-from weft.parallel import apply, block_attention
+from weft.parallel import apply, block_attention, context_parallel
 from weft.parallel import compile as compiling
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import parse_cluster
@@ -211,7 +211,7 @@ class GraphCounter:
         from torch._inductor.decomposition import select_decomp_table
 
         self.counter, self.async_tp = counter, async_tp
-        self.functions: dict[Callable[..., Any], Any] = {}
+        self.functions: dict[Any, Any] = {}
         self.backend = aot_autograd(
             fw_compiler=self._compiler("forward"),
             bw_compiler=self._compiler("backward"),
@@ -246,10 +246,11 @@ class GraphCounter:
 
     def compile_function(self, function: Callable[..., Any], dynamic: bool = False) -> Any:
         """Stand in for `weft.parallel.compile.compile_function`."""
-        if function not in self.functions:
+        key = function, dynamic
+        if key not in self.functions:
             options = {"dynamic": dynamic, "fullgraph": True, "backend": self.backend}
-            self.functions[function] = torch.compile(function, **options)
-        return self.functions[function]
+            self.functions[key] = torch.compile(function, **options)
+        return self.functions[key]
 
 
 def count_graph(kind: str, graph: Any, inputs: Sequence[Any], async_tp: bool) -> Graph:
@@ -311,7 +312,7 @@ def choose_kernel(q: Tensor, *args: Any, **options: Any) -> int:
     return int(backend.value)
 
 
-document_boundaries = block_attention._document_boundaries
+document_boundaries = block_attention.document_boundaries
 
 
 def real_boundaries(documents_BT: Tensor) -> list[list[int]]:
@@ -360,7 +361,7 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         (setup, "init_params", lambda *args: None),
         (apply, "apply_compile", graphs.apply_compile),
         (compiling, "compile_function", graphs.compile_function),
-        (block_attention, "_document_boundaries", real_boundaries),
+        (context_parallel, "document_boundaries", real_boundaries),
         (torch, "_fused_sdp_choice", choose_kernel),
         (Tensor, "pin_memory", lambda tensor: tensor),
         (apply, "enable_async_tp", lambda group: None),

@@ -519,8 +519,8 @@ def _pp(schedule: str, **extra: str) -> Technique:
     return Technique(keys | extra, "parallel/pipeline_parallel.py", 2)
 
 
-def _cp(method: str, balance: bool = True) -> Technique:
-    keys = {"parallel.cp": "2", "parallel.cp_method": method}
+def _cp(method: str, balance: bool | str = True, **extra: str) -> Technique:
+    keys = {"parallel.cp": "2", "parallel.cp_method": method, **extra}
     keys["parallel.cp_load_balance"] = str(balance).lower()
     return Technique(keys, "parallel/context_parallel.py", 2)
 
@@ -553,6 +553,8 @@ TECHNIQUES: dict[str, Technique] = {
     "ring in order": _cp("ring", False),
     "allgather": _cp("allgather"),
     "allgather in order": _cp("allgather", False),
+    "ring by documents": _cp("ring", "documents", **{"data.packing": "documents"}),
+    "allgather by documents": _cp("allgather", "documents", **{"data.packing": "documents"}),
     "ulysses": _cp("ulysses"),
     "documents": _key("parallel/block_attention.py", data__packing="documents"),
     "windows": _key(

@@ -400,8 +400,10 @@ class ParallelSection(Section):
         "cp: attention across ranks. ring: pass keys and values around; allgather: gather keys "
         "and values; ulysses: exchange heads for tokens",
     )
-    cp_load_balance: bool = key(
-        True, "cp: give each rank a chunk from the head and one from the tail of a sequence"
+    cp_load_balance: bool | Literal["documents"] = key(
+        True,
+        "cp: tokens of a rank. true: a chunk from the head and one from the tail of each sequence; "
+        "documents: tokens with equal attention inside the documents; false: a contiguous slice",
     )
     mesh_order: Literal["pipeline-outer", "replica-outer"] = key(
         "pipeline-outer",

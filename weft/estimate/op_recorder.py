@@ -205,6 +205,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks: list[BlockIndex | None] = []  # by id
         self._birth_events: dict[int, int] = {}  # index of the allocation, by id
         self._is_ignoring = False  # the running operators are not the step's
+        self._repeated: dict[object, tuple[list[Event], list[int]]] = {}  # see `record_repeated`
+        self._since: tuple[int, set[object]] = 0, set()
         self._is_recording = False
 
     # ------------------------------------------------------------------- storages
@@ -345,6 +347,42 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._append(None, call=OpCall(function.__name__, 0.0, shapes, reads, writes))
         return out
 
+    def record_repeated(self, function: Callable[..., None], *args: Any) -> None:
+        """Record a function that changes tensors in place; call it once for each shape.
+
+        Attention over blocks runs the same operators for thousands of blocks, whose slices differ
+        only in their offsets.  What a call allocates, it frees.  So the memory of a call is left
+        out if an equal one came before, and other memory has not changed since.
+        """
+        leaves = tree_leaves(args)
+        ids = [self.register(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        aliases = tuple(map(ids.index, ids))
+        key = function, aliases, tuple(map(_repeat_key, leaves))
+        if self.mode is None or not self.location.is_in_block or key not in self._repeated:
+            first = len(self.events)
+            function(*args)
+            self._repeated[key] = self.events[first:], ids
+            return
+        end, recent = self._since
+        if any(event.call is None for event in self.events[end:]):
+            recent = set()
+        events, recorded_ids = self._repeated[key]
+        names = dict(zip(recorded_ids, ids, strict=True))
+        for _, storage, size, call in events:
+            if call is None and storage not in names:
+                names[storage] = len(self._sizes)
+                self._sizes.append(0)
+                self._blocks.append(self.location.block)
+            if call is not None:
+                reads, writes = (
+                    tuple((names[s], size) for s, size in used)
+                    for used in (call.reads, call.writes)
+                )
+                self._append(None, call=call._replace(reads=reads, writes=writes))
+            elif key not in recent:
+                self._append(None, names[storage], size)
+        self._since = len(self.events), recent | {key}
+
     # ------------------------------------------------------------------- operators
 
     def __enter__(self) -> Any:
@@ -442,6 +480,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             causal = flops > 0 and is_causal(func, args, kwargs)
             call = OpCall(name, flops, shapes, tuple(reads), tuple(writes), "", causal)
         self._append(block, call=call)
+
+
+def _repeat_key(leaf: Any) -> object:
+    """Return what the operators of a call depend on: of a slice its length."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    if isinstance(leaf, slice):
+        return None if leaf.start is None else leaf.stop - leaf.start
+    return leaf
 
 
 def _is_tensor_list(values: Sequence[Any]) -> bool:

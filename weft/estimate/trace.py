@@ -50,6 +50,7 @@ from weft.estimate.trace_cache import load_or_compute
 from weft.estimate.traced_attention import trace_flex_attention
 from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
+from weft.parallel import context_parallel
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import get_group_ranks
 from weft.plan.pipeline_schedule import (
@@ -185,6 +186,9 @@ def record_fused_kernels(recorder: OpRecorder, device: str, compiled: bool) -> I
     with ExitStack() as stack:
         updates = partial(recorder.record_updates, device)
         stack.enter_context(patch.object(lean, "run_updates", updates))
+        for name in ("accumulate_block", "accumulate_block_grad"):
+            repeated = partial(recorder.record_repeated, getattr(context_parallel, name))
+            stack.enter_context(patch.object(context_parallel, name, repeated))
         for function in (loss._sum_exponentials, loss._logits_gradient) if compiled else ():
             kernel = partial(recorder.record_kernel, function)
             stack.enter_context(patch.object(loss, function.__name__, kernel))

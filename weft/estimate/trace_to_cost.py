@@ -97,7 +97,10 @@ class TracePricer:
             for storage, _ in call.reads:
                 readers[storage].add(region)
             region += is_barrier
+        allocated = {e.storage for e in events if e.call is None and e.bytes > 0}
         freed = {e.storage for e in events if e.call is None and e.bytes < 0}
+        # See `OpRecorder.record_repeated`.
+        freed |= readers.keys() - allocated - self.trace.op_trace.initial_bytes.keys()
         seen: set[tuple[int, int]] = set()
         launched: set[int] = set()
         costs: dict[int, tuple[float, int]] = {}

@@ -7,6 +7,9 @@ denominator.  The outputs are averaged in float32 with the weights ``exp(lse_of_
 lse_of_all)``.  The backward pass of a block is that of flash attention, with the output and
 log-sum-exp of *all* blocks in place of the block's own.
 
+Merging a block is a chain of ten operators.  With ``compile.enable`` it is one compiled function,
+on a GPU a kernel for each output.  Blocks of documents, whose shapes change, share a graph.
+
 Causality excludes some blocks, which are not in the list.  A mask is needed only at the edge of a
 sliding window.
 
@@ -50,7 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, pairwise, product
+from itertools import accumulate, chain, cycle, groupby, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,19 +65,13 @@ from torch.nn.attention import SDPBackend
 from weft.models.attention import DEFAULT_OPTIONS, AttentionOptions
 from weft.models.layers import is_fake
 from weft.parallel.compile import run_compiled
+from weft.parallel.token_split import Split, TokenRanges
 
 aten = torch.ops.aten
+SUMS = "sums over blocks of attention"  # in the log of compilations
 
 
 # --------------------------------------------------------------------------- the list of blocks
-
-
-def chunks_of_rank(cp_rank: int, cp_size: int, load_balance: bool) -> list[int]:
-    """Return the sequence chunks of a rank.
-
-    A sequence has ``2 * cp_size`` chunks, or ``cp_size`` without load balance.
-    """
-    return [cp_rank, 2 * cp_size - 1 - cp_rank] if load_balance else [cp_rank]
 
 
 class AttentionBlock(NamedTuple):
@@ -94,6 +91,11 @@ class AttentionBlock(NamedTuple):
     sequence: slice = slice(None)
     first: int | None = None
 
+    @property
+    def has_new_shape(self) -> bool:
+        """Return True if blocks of other steps have other shapes, as the documents do."""
+        return self.sequence != slice(None)
+
 
 # One list per source.  The first block of each query is causal, and no other block is.
 BlocksBySource = list[list[AttentionBlock]]
@@ -106,18 +108,15 @@ class DocumentBlocks:
     and recompile for every pattern of documents.
 
     Args:
-        documents_BT: ids of full sequences, on the host; a document is a run of equal ids.
-        rank: see `document_blocks`.
-        size: see `document_blocks`.
-        load_balance: see `document_blocks`.
-        ring: see `document_blocks`.
+        boundaries: see `list_blocks`.
+        rank: index of the rank, from 0.
+        split: tokens of each rank.
+        ring: see `list_blocks`.
     """
 
-    def __init__(
-        self, documents_BT: Tensor, rank: int, size: int, load_balance: bool, ring: bool
-    ) -> None:
-        boundaries = _document_boundaries(documents_BT)
-        self._list = partial(document_blocks, boundaries, rank, size, load_balance, ring)
+    def __init__(self, boundaries: list[list[int]], rank: int, split: Split, ring: bool) -> None:
+        self.split = split
+        self._list = partial(list_blocks, boundaries, rank, split, ring)
         self._lists: dict[Any, BlocksBySource] = {}
 
     def select(self, options: AttentionOptions) -> BlocksBySource:
@@ -128,61 +127,13 @@ class DocumentBlocks:
         return self._lists[limits]
 
 
-def ring_blocks(rank: int, size: int, num_local: int, load_balance: bool) -> BlocksBySource:
-    """Return a rank's blocks if each rank of the ring is a source of L tokens.
-
-    Raises:
-        ValueError: if a rank cannot have two equal chunks.
-    """
-    half = _chunk_size(num_local, size, load_balance)
-    both, first, second = slice(0, num_local), slice(0, half), slice(half, num_local)
-
-    def blocks_of(source: int) -> list[AttentionBlock]:
-        if source == rank:
-            # One block for both chunks: the second follows the first, as in a sequence.
-            return [AttentionBlock(both, both, causal=True)]
-        if source < rank:
-            # Its first chunk is before both of ours, its second chunk after both.
-            return [AttentionBlock(both, first if load_balance else both, causal=False)]
-        # Its chunks are between ours.
-        return [AttentionBlock(second, both, causal=False)] if load_balance else []
-
-    return [blocks_of(source) for source in range(size)]
-
-
-def allgather_blocks(rank: int, size: int, num_local: int, load_balance: bool) -> BlocksBySource:
-    """Return a rank's blocks if the only source is the full sequence, in order.
-
-    Raises:
-        ValueError: if a rank cannot have two equal chunks.
-    """
-    width = _chunk_size(num_local, size, load_balance)
-    blocks = []
-    for i, chunk in enumerate(chunks_of_rank(rank, size, load_balance)):
-        queries, start = slice(i * width, (i + 1) * width), chunk * width
-        blocks.append(AttentionBlock(queries, slice(start, start + width), causal=True))
-        if start:
-            blocks.append(AttentionBlock(queries, slice(0, start), causal=False))
-    return [blocks]
-
-
-def _chunk_size(num_local: int, size: int, load_balance: bool) -> int:
-    if load_balance and num_local % 2:
-        raise ValueError(
-            f"{num_local} tokens per rank cannot be split into two equal chunks; make "
-            f"train.seq_len a multiple of {2 * size}, or set parallel.cp_load_balance=false"
-        )
-    return num_local // 2 if load_balance else num_local
-
-
 MAX_TILE = 512  # queries of a block whose scores are in memory
 
 
-def document_blocks(
+def list_blocks(
     boundaries: list[list[int]],
     rank: int,
-    size: int,
-    load_balance: bool,
+    split: Split,
     ring: bool,
     window: int = 0,
     chunk: int = 0,
@@ -193,61 +144,99 @@ def document_blocks(
     Args:
         boundaries: where each document of each sequence begins, then T.
         rank: index of the rank.
-        size: number of ranks.
-        load_balance: see `chunks_of_rank`.
+        split: tokens of each rank.
         ring: each rank is a source; else the only source is the full sequence.
         window: see `weft.models.attention.AttentionOptions`.
         chunk: see there; chunks are counted from the start of a document.
         softcap: all scores are in memory, so blocks have at most `MAX_TILE` queries.
     """
     num_tokens = boundaries[0][-1]
-    num_local = num_tokens // size
     window, chunk = (limit if limit < num_tokens else 0 for limit in (window, chunk))
     sequences = [slice(i, i + 1) for i in range(len(boundaries))]
     if all(len(starts) == 2 for starts in boundaries):  # one document in each sequence
-        if not (window or chunk or softcap):
-            return (ring_blocks if ring else allgather_blocks)(rank, size, num_local, load_balance)
         boundaries, sequences = boundaries[:1], [slice(None)]
     if chunk:
         boundaries = [
             [*chain.from_iterable(range(b, e, chunk) for b, e in pairwise(starts)), num_tokens]
             for starts in boundaries
         ]
-    width = _chunk_size(num_local, size, load_balance)
-    chunks = [chunks_of_rank(source, size, load_balance) for source in range(size)]
-    blocks: BlocksBySource = [[] for _ in range(size if ring else 1)]
-    for i, own in enumerate(chunks[rank]):
-        start, end = own * width, (own + 1) * width
-        # Keys that are not later: begin and end in the sequence, and index of the first.
-        keys = [[(0, start, 0), (start, end, start)]]
-        if ring:
-            keys = [
-                [(c * width, (c + 1) * width, j * width) for j, c in enumerate(each) if c <= own]
-                for each in chunks
-            ]
-        for sequence, starts in zip(sequences, boundaries, strict=True):
-            documents = [(b, e) for b, e in pairwise(starts) if b < end and e > start]
-            for (b, e), (of_source, ranges) in product(documents, zip(blocks, keys, strict=True)):
-                queries = range(max(b, start), min(e, end))
-                for first, last, index in ranges:
-                    earlier = range(max(b, first), min(e, last))
-                    for part in _split(queries, earlier, window or num_tokens, softcap):
-                        block = part._replace(
-                            queries=_shift(part.queries, i * width - start),
-                            keys=_shift(part.keys, index - first),
-                            sequence=sequence,
-                        )
+    # Larger blocks would need larger tiles.
+    pair = _pair_indices if ring and not (window or softcap) else _pair
+    blocks: BlocksBySource = [[] for _ in range(len(split[0]) if ring else 1)]
+    for sequence, starts, ranks in zip(sequences, boundaries, cycle(split), strict=False):
+        for document in pairwise(starts):
+            own = _pieces_of(document, ranks[rank])
+            sources = ranks if ring else [[(0, num_tokens)]]
+            for of_source, ranges in zip(blocks, sources, strict=True):
+                theirs = _pieces_of(document, ranges)
+                for queries, keys, causal in pair(own, theirs):
+                    for part in _split(queries, keys, causal, window or num_tokens, softcap):
+                        some = _shift(part.queries, queries.offset)
+                        seen = _shift(part.keys, keys.offset)
+                        block = part._replace(queries=some, keys=seen, sequence=sequence)
                         of_source.append(block)
     for of_source in blocks:
         of_source.sort(key=lambda block: not block.causal)
     return blocks
 
 
-def _split(queries: range, keys: range, window: int, must_tile: bool) -> Iterator[AttentionBlock]:
+class _Piece(NamedTuple):
+    """Tokens of a document: positions, and ``offset`` from them to indices."""
+
+    start: int
+    stop: int
+    offset: int = 0
+
+
+Pairs = Iterator[tuple[_Piece, _Piece, bool]]  # queries, keys, and True if both are the same tokens
+
+
+def _pieces_of(document: tuple[int, int], ranges: TokenRanges) -> list[_Piece]:
+    """Return the pieces of a document among the tokens of a rank or source."""
+    indices = accumulate((end - start for start, end in ranges), initial=0)
+    pieces = (
+        _Piece(max(start, document[0]), min(end, document[1]), index - start)
+        for (start, end), index in zip(ranges, indices, strict=False)
+    )
+    return [piece for piece in pieces if piece.start < piece.stop]
+
+
+def _pair(own: list[_Piece], theirs: list[_Piece]) -> Pairs:
+    """Yield this rank's queries with the same and earlier tokens of a source."""
+    for queries, keys in product(own, theirs):
+        if keys.start <= queries.start < keys.stop:
+            yield queries, keys._replace(start=queries.start, stop=queries.stop), True
+        if keys.start < queries.start:
+            yield queries, keys._replace(stop=min(keys.stop, queries.start)), False
+
+
+def _pair_indices(own: list[_Piece], theirs: list[_Piece]) -> Pairs:
+    """Yield fewer, larger blocks: without a window, only the order of tokens matters.
+
+    Yields indices.  A rank's tokens of a document are neighbors in memory.
+    """
+
+    def count_earlier(queries: _Piece) -> int:
+        return sum(keys.stop - keys.start for keys in theirs if keys.start < queries.start)
+
+    def join(pieces: list[_Piece]) -> _Piece:
+        start, stop = pieces[0].start + pieces[0].offset, pieces[-1].stop + pieces[-1].offset
+        return _Piece(start, stop)
+
+    for num_keys, group in groupby(own, count_earlier) if own != theirs else ():
+        if num_keys:
+            start = join(theirs).start
+            yield join(list(group)), _Piece(start, start + num_keys), False
+    if own and own == theirs:
+        yield join(own), join(own), True
+
+
+def _split(
+    queries: _Piece, keys: _Piece, causal: bool, window: int, must_tile: bool
+) -> Iterator[AttentionBlock]:
     """Yield blocks of positions, for keys that are the queries or come before them."""
-    causal = queries == keys
     must_tile = must_tile or queries.stop - keys.start > window
-    tile = MAX_TILE if must_tile else len(queries)
+    tile = MAX_TILE if must_tile else queries.stop - queries.start
     for start in range(queries.start, queries.stop, tile):
         stop, end = min(start + tile, queries.stop), start if causal else keys.stop
         own = slice(start, stop)
@@ -268,7 +257,7 @@ def _shift(positions: slice, offset: int) -> slice:
     return slice(positions.start + offset, positions.stop + offset)
 
 
-def _document_boundaries(documents_BT: Tensor) -> list[list[int]]:
+def document_boundaries(documents_BT: Tensor) -> list[list[int]]:
     """Return where each document of each sequence begins, then T."""
     num_tokens = documents_BT.shape[1]
     if is_fake(documents_BT):  # no values: assume one document, which is most work
@@ -300,7 +289,8 @@ def accumulate_block(
         out_BQHK.copy_(new_BQHK)
         lse_BHQ.copy_(new_BHQ)
     else:
-        _sum(merge_block, block, compiled, out_BQHK, lse_BHQ, new_BQHK, new_BHQ)
+        sums = out_BQHK, lse_BHQ, new_BQHK, new_BHQ
+        run_compiled(SUMS, compiled, merge_block, *sums, dynamic=block.has_new_shape)
 
 
 def merge_block(out_BQHK: Tensor, lse_BHQ: Tensor, new_BQHK: Tensor, new_BHQ: Tensor) -> None:
@@ -331,7 +321,7 @@ def accumulate_block_grad(
         kv_ESGK: keys and values of the block's source, concatenated in dim 0.
         block: queries and keys, as slices.
         sums: gradients of the queries, and of keys and values; float32, changed in place.
-        compiled: True to compile the sums, if their shapes are the same in all steps.
+        compiled: True to compile the sums.
         options: scale and softcap of the layer.
     """
     (q_BLHK, out_BLHK, lse_BHL), (dq_BLHK, dkv_ESGK) = saved, sums
@@ -342,7 +332,9 @@ def accumulate_block_grad(
         grad_BLHK[index], q_BLHK[index], k_BSGK, v_BSGK, out_BLHK[index], lse_BHQ, block, options
     )
     sum_BSGK = _keys_and_values(dkv_ESGK, block)
-    _sum(add_gradients, block, compiled, dq_BLHK[index], sum_BSGK, *new)
+    # Compiled, it has as many kernels: only where the shapes are the same in all steps.
+    compiled = compiled and not block.has_new_shape
+    run_compiled(SUMS, compiled, add_gradients, dq_BLHK[index], sum_BSGK, *new)
 
 
 def add_gradients(
@@ -352,14 +344,6 @@ def add_gradients(
     dq_BQHK += new_BQHK
     for sum_BSGK, new_BSGK in zip(dkv_2BSGK.unbind(), (dk_BSGK, dv_BSGK), strict=True):
         sum_BSGK += new_BSGK
-
-
-def _sum(
-    function: Callable[..., None], block: AttentionBlock, compiled: bool, *args: Tensor
-) -> None:
-    """Call a function, compiled unless the blocks of each step have other shapes."""
-    compiled = compiled and block.sequence == slice(None)
-    run_compiled("sums over blocks of attention", compiled, function, *args)
 
 
 def _keys_and_values(kv_ESGK: Tensor, block: AttentionBlock) -> Tensor:
@@ -452,7 +436,7 @@ def _choose_kernel(
         return _cpu, _cpu_backward, mode
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return _efficient, _efficient_backward, mode
-    if block.sequence == slice(None):
+    if not block.has_new_shape:
         # In the order of `weft.train.setup.fastest_attention`.
         choice = torch._fused_sdp_choice(q, k, v, is_causal=block.causal, enable_gqa=True)
         if choice == SDPBackend.CUDNN_ATTENTION.value:

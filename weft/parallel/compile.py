@@ -98,26 +98,27 @@ def compile_label(label: str) -> Iterator[None]:
         _labels.pop()
 
 
-def run_compiled(label: str, enabled: bool, function: Callable[..., Any], *args: Any) -> Any:
+def run_compiled(label: str, enable: bool, function: Any, *args: Any, dynamic: bool = False) -> Any:
     """Call a function, compiled as one graph for each shape of its arguments.
 
     Args:
         label: names the function in the log of compilations.
-        enabled: False: do not compile.
+        enable: False: do not compile.
         function: of tensors and constants.
         *args: its arguments.
+        dynamic: one graph for all shapes.
     """
-    if not enabled:
+    if not enable:
         return function(*args)
     with disable_recompile_limit(), compile_label(label):
-        return compile_function(function)(*args)
+        return compile_function(function, dynamic)(*args)
 
 
 @cache
-def compile_function(function: Callable[..., Any]) -> Any:
+def compile_function(function: Callable[..., Any], dynamic: bool = False) -> Any:
     """Return the compiled function, the same for each call."""
     # Not with ``fullgraph``, which fails if the variable TORCH_COMPILE_DISABLE is set.
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function, dynamic=dynamic)
 
 
 def describe_graph_break(error: BaseException) -> str:

@@ -4,12 +4,7 @@ Except for attention, a transformer computes each token separately, so a rank th
 each sequence runs the model unchanged.  This module replaces the model's attention by one that uses
 the keys and values of all ranks.  Forward and backward equal one process's, to rounding.
 
-*Load balance.*  A causal query attends to all tokens before it.  With contiguous slices the last
-rank has nearly twice the average work, and all others wait.  With ``load_balance`` a sequence is
-split into 2 C chunks for C ranks, as in Llama 3.  Rank r holds chunks r and 2 C - 1 - r, one early
-and one late, so all ranks have equal work.  Striped attention (arXiv:2311.09431) balances too, by
-assigning tokens round-robin.  But attention between contiguous chunks of two ranks is either full
-or empty, and needs no mask.
+`weft.parallel.token_split` says which tokens a rank has, so that all ranks have equal work.
 
 *Methods*, for different machines:
 
@@ -54,13 +49,20 @@ from weft.parallel.block_attention import (
     DocumentBlocks,
     accumulate_block,
     accumulate_block_grad,
-    chunks_of_rank,
-    document_blocks,
+    document_boundaries,
     empty_float32,
     merge_block,
 )
 from weft.parallel.collectives import with_adjoint
 from weft.parallel.private import all_gather, reduce_scatter
+from weft.parallel.token_split import (
+    LoadBalance,
+    Split,
+    layer_limits,
+    shard_sequence,
+    split_sequences,
+    unshard_sequence,
+)
 
 CPMethod = Literal["ring", "allgather", "ulysses"]
 
@@ -69,7 +71,7 @@ def apply_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup,
     method: CPMethod,
-    load_balance: bool,
+    load_balance: LoadBalance,
     *,
     compiled: bool,
 ) -> None:
@@ -91,7 +93,7 @@ def apply_context_parallel(
         model: changed in place.
         group: the C context-parallel ranks.
         method: ring, allgather or ulysses; see the module docstring.
-        load_balance: give each rank two chunks of the sequence with equal total work.
+        load_balance: see `weft.parallel.token_split`.
         compiled: True if the model, or a part of it, is compiled later.  False saves the half
             second of importing the compiler.
 
@@ -133,38 +135,14 @@ def _local_mask(mask: Callable[..., Any] | None, documents: Any, *args: Any) -> 
 # --------------------------------------------------------------------------- slices
 
 
-def shard_sequence(x_BT: Tensor, cp_rank: int, cp_size: int, load_balance: bool) -> Tensor:
-    """Return one rank's tokens of each sequence.
-
-    Args:
-        x_BT: ``[B, T, ...]``: tokens, targets, document ids, positions or activations.
-        cp_rank: index of the rank, from 0.
-        cp_size: number of ranks, C.
-        load_balance: see `apply_context_parallel`.
-
-    Returns:
-        ``[B, T / cp_size, ...]``, contiguous.
-
-    Raises:
-        ValueError: if the sequence does not split evenly.
-    """
-    num_chunks = 2 * cp_size if load_balance else cp_size
-    if x_BT.shape[1] % num_chunks:
-        raise ValueError(
-            f"sequences of {x_BT.shape[1]} tokens do not split into {num_chunks} equal chunks for "
-            f"{cp_size} context-parallel ranks; make train.seq_len a multiple of {num_chunks}"
-        )
-    chunks = x_BT.chunk(num_chunks, dim=1)
-    return torch.cat([chunks[i] for i in chunks_of_rank(cp_rank, cp_size, load_balance)], dim=1)
-
-
 def shard_documents(
     documents_BT: Tensor,
     method: CPMethod,
     cp_rank: int,
     cp_size: int,
-    load_balance: bool,
+    load_balance: LoadBalance,
     device: torch.device,
+    model: Any = None,
 ) -> Any:
     """Return the argument for a model's document ids on one rank.
 
@@ -175,60 +153,53 @@ def shard_documents(
         cp_size: number of ranks.
         load_balance: see `apply_context_parallel`.
         device: device of the model.
+        model: its configuration, for the limits of its layers; None: they have none.
     """
     if cp_size == 1 or method == "ulysses":
         return documents_BT.to(device, non_blocking=True)
-    is_ring = method == "ring"
-    return DocumentBlocks(documents_BT, cp_rank, cp_size, load_balance, is_ring)
+    boundaries = document_boundaries(documents_BT)
+    split = split_sequences(boundaries, cp_size, load_balance, layer_limits(model))
+    return DocumentBlocks(boundaries, cp_rank, split, method == "ring")
 
 
-def unshard_sequence(x_CBL: Tensor, load_balance: bool) -> Tensor:
-    """Undo `shard_sequence`: ``[C, B, L, ...]`` of all ranks to ``[B, T, ...]``."""
-    if not load_balance:
-        return torch.cat(x_CBL.unbind(), dim=1)
-    heads, tails = x_CBL.chunk(2, dim=2)
-    return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=1)
+def split_of(documents: Any, num_tokens: int, size: int, load_balance: LoadBalance) -> Split:
+    """Return the tokens of each rank, for the result of `shard_documents` or None."""
+    if isinstance(documents, DocumentBlocks):
+        return documents.split
+    return split_sequences([[0, num_tokens]], size, load_balance)
 
 
-def gather_values(x_BL: Tensor, group: dist.ProcessGroup, load_balance: bool) -> Tensor:
+def gather_values(x_BL: Tensor, group: dist.ProcessGroup, split: Split) -> Tensor:
     """Return a value of each token of full sequences, ``[B, T]``, on every rank.
 
     Every rank computes the same from the result, so backward takes each rank's slice: no sum.
     """
-
-    def gather(x_BL: Tensor, group: dist.ProcessGroup) -> Tensor:
-        gathered_CBL = x_BL.new_empty(group.size(), *x_BL.shape)
-        all_gather(gathered_CBL.flatten(0, 1), x_BL.contiguous(), group=group)
-        return unshard_sequence(gathered_CBL, load_balance)
-
-    def slice_of_rank(grad_BT: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return shard_sequence(grad_BT, group.rank(), group.size(), load_balance)
-
-    return with_adjoint(gather, slice_of_rank)(x_BL, group)
+    return with_adjoint(
+        lambda x_BL, group: unshard_sequence(all_gather_stacked(x_BL, group), split),
+        lambda grad_BT, group: shard_sequence(grad_BT, split)[group.rank()],
+    )(x_BL, group)
 
 
 # --------------------------------------------------------------------------- ring
 
 
-class RingShift:
-    """A pending send to the next rank, and receive from the previous rank."""
+def ring_shift(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Send to the next rank; return a wait for the tensor of the previous rank."""
+    rank, size, received = group.rank(), group.size(), torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+    )
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = group.rank(), group.size()
-        self.sent = x  # must stay alive and unchanged until it is sent
-        self.received = torch.empty_like(x)
-        self.works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size),
-            ]
-        )
-
-    def wait(self) -> Tensor:
-        """Return the received tensor; the sent one may be overwritten now."""
-        for work in self.works:
+    def wait(sent: Tensor = x) -> Tensor:
+        del sent  # until now it had to stay alive and unchanged
+        for work in works:
             work.wait()
-        return self.received
+        return received
+
+    return wait
 
 
 class RingExchange:
@@ -241,22 +212,22 @@ class RingExchange:
         """Yield each source's index, keys and values; the next ones travel meanwhile."""
         rank, size = self.group.rank(), self.group.size()
         for step in range(size):
-            kv_shift = RingShift(kv_ELGK, self.group) if step < size - 1 else None
+            wait = ring_shift(kv_ELGK, self.group) if step < size - 1 else None
             yield (rank - step) % size, kv_ELGK
-            if kv_shift:
-                kv_ELGK = kv_shift.wait()
+            if wait:
+                kv_ELGK = wait()
 
     def reduce_gradients(self, gradients: Iterable[Tensor]) -> Tensor:
         """Shift each source's sum of gradients after its keys and values; return our own."""
-        grad_shift: RingShift | None = None
+        wait: Callable[[], Tensor] | None = None
         for dkv_ELGK in gradients:
             # Add the previous ranks' sum of the same gradient, which arrived meanwhile.
-            if grad_shift:
-                dkv_ELGK += grad_shift.wait()
-            grad_shift = RingShift(dkv_ELGK, self.group)
-        assert grad_shift
+            if wait:
+                dkv_ELGK += wait()
+            wait = ring_shift(dkv_ELGK, self.group)
+        assert wait
         # After a full round this is the gradient of this rank's own keys and values.
-        return grad_shift.wait()
+        return wait()
 
 
 # --------------------------------------------------------------------------- allgather
@@ -273,19 +244,17 @@ def all_gather_stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class AllGatherExchange:
     """All ranks have all keys and values, which backward gathers again."""
 
-    def __init__(self, group: dist.ProcessGroup, load_balance: bool) -> None:
-        self.group, self.load_balance = group, load_balance
+    def __init__(self, group: dist.ProcessGroup, split: Split) -> None:
+        self.group, self.split = group, split
 
     def iter_sources(self, kv_ELGK: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the only source: keys and values of full sequences."""
-        yield 0, unshard_sequence(all_gather_stacked(kv_ELGK, self.group), self.load_balance)
+        yield 0, unshard_sequence(all_gather_stacked(kv_ELGK, self.group), self.split)
 
     def reduce_gradients(self, gradients: Iterable[Tensor]) -> Tensor:
         """Return the gradients of this rank's tokens, summed in float32."""
-        (dkv_ETGK,), size = gradients, self.group.size()
-        chunks_CELGK = torch.stack(
-            [shard_sequence(dkv_ETGK, rank, size, self.load_balance) for rank in range(size)]
-        )
+        (dkv_ETGK,) = gradients
+        chunks_CELGK = shard_sequence(dkv_ETGK, self.split)
         dkv_ELGK = torch.empty_like(chunks_CELGK[0])
         reduce_scatter(dkv_ELGK, chunks_CELGK.flatten(0, 1), group=self.group)
         return dkv_ELGK
@@ -353,14 +322,17 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 @cache
-def _blocks_of_one_document(num_tokens: int, *args: Any) -> BlocksBySource:
-    return document_blocks([[0, num_tokens]], *args)
+def _one_document(
+    num_tokens: int, rank: int, size: int, load_balance: LoadBalance, ring: bool
+) -> DocumentBlocks:
+    boundaries = [[0, num_tokens]]
+    return DocumentBlocks(boundaries, rank, split_sequences(boundaries, size, load_balance), ring)
 
 
 def attend_blockwise(
     method: CPMethod,
     group: dist.ProcessGroup,
-    load_balance: bool,
+    load_balance: LoadBalance,
     compiled: bool,
     q_BLHK: Tensor,
     k_BLGK: Tensor,
@@ -372,15 +344,14 @@ def attend_blockwise(
     is_ring, sinks_H, value_dim = method == "ring", options.sinks_H, v_BLGV.shape[-1]
     scale = options.scale or q_BLHK.shape[-1] ** -0.5
     options = options._replace(sinks_H=None, scale=scale)
-    if mask is not None:
-        blocks = mask.select(options)
-    else:
-        num_tokens, ranks = q_BLHK.shape[1] * group.size(), (group.rank(), group.size())
-        limits = options.window, options.chunk, options.softcap > 0
-        blocks = _blocks_of_one_document(num_tokens, *ranks, load_balance, is_ring, *limits)
-    exchange = RingExchange(group) if is_ring else AllGatherExchange(group, load_balance)
+    rank, size = group.rank(), group.size()
+    mask = mask or _one_document(q_BLHK.shape[1] * size, rank, size, load_balance, is_ring)
+    exchange = RingExchange(group) if is_ring else AllGatherExchange(group, mask.split)
     compiled = compiled and q_BLHK.is_cuda  # on CPU, compilation costs more than it saves
-    qkv, extra = _pad_heads(q_BLHK, k_BLGK, v_BLGV), (blocks, exchange, compiled, options)
+    qkv, extra = (
+        _pad_heads(q_BLHK, k_BLGK, v_BLGV),
+        (mask.select(options), exchange, compiled, options),
+    )
     return _narrow(run_function(BlockwiseAttention, *qkv, sinks_H, *extra), value_dim)
 
 
@@ -410,7 +381,7 @@ exchange_chunks = with_adjoint(swap_chunks, swap_chunks)
 def attend_ulysses(
     attend: Attend,
     group: dist.ProcessGroup,
-    load_balance: bool,
+    load_balance: LoadBalance,
     q_BLHK: Tensor,
     k_BLGK: Tensor,
     v_BLGV: Tensor,
@@ -424,10 +395,7 @@ def attend_ulysses(
     """
     size, num_heads, num_kv_heads = group.size(), q_BLHK.shape[2], k_BLGK.shape[2]
     if num_heads % size:
-        raise ValueError(
-            f"{size} context-parallel ranks do not divide {num_heads} query heads; use another "
-            f"parallel.cp, or set parallel.cp_method to ring or allgather"
-        )
+        raise ValueError(f"{size} context-parallel ranks do not divide {num_heads} query heads")
     # The fewest copies that give all ranks the same number of heads, and the heads that the
     # rank's queries attend to.
     copies = math.lcm(num_kv_heads, size) // num_kv_heads
@@ -441,7 +409,8 @@ def attend_ulysses(
             for chunks in zip(*(x.chunk(size, dim=2) for x in heads), strict=True)
         ]
     )
-    heads_BThK = unshard_sequence(exchange_chunks(heads_CBLhK, group), load_balance)
+    split = split_of(None, q_BLHK.shape[1] * size, size, load_balance)
+    heads_BThK = unshard_sequence(exchange_chunks(heads_CBLhK, group), split)
     parts = torch.split(heads_BThK, [x.shape[2] // size for x in heads], dim=2)
     q_BThK, k_BTgK, v_BTgV = (
         _narrow(part, x.shape[-1]) for part, x in zip(parts, (q_BLHK, k_BLGK, v_BLGV), strict=True)
@@ -449,8 +418,5 @@ def attend_ulysses(
     if options.sinks_H is not None:
         options = options._replace(sinks_H=options.sinks_H.chunk(size)[group.rank()])
     out_BThV = attend(q_BThK, k_BTgK, v_BTgV, mask, options)
-    out_CBLhV = torch.stack(
-        [shard_sequence(out_BThV, rank, size, load_balance) for rank in range(size)]
-    )
-    out_CBLhV = exchange_chunks(out_CBLhV, group)
+    out_CBLhV = exchange_chunks(shard_sequence(out_BThV, split), group)
     return out_CBLhV.movedim(0, 2).flatten(2, 3)

@@ -3,8 +3,8 @@
 torchao's layers always compute the gradient of the weight, and save the input for it.  A matrix
 with a LoRA adapter is frozen, so a third of that work, and the memory, would be for nothing.  The
 functions here round as torchao's layers do (`weft.parallel.float8`), and save only the weight.  A
-quantized matrix (`weft.parallel.quantized`) is dequantized to the dtype of the activations first: it is
-stored in 4 or 8 bits per number, and multiplied in float8.
+quantized matrix (`weft.parallel.quantized`) is dequantized to the dtype of the activations first:
+it is stored in 4 or 8 bits per number, and multiplied in float8.
 
 The adapters stay in the compute dtype.  Their products have a short side, the rank, so that casting
 would cost more than float8 saves.

@@ -340,6 +340,12 @@ def _check_context_parallel(
         chunks = f"{unit} load-balanced chunks of cp={cp}" if unit > cp else f"cp={cp} ranks"
         remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
         errors.add("train.seq_len", f"is not divisible by {chunks}", remedy, (key,))
+    is_ulysses, needs = job.parallel.cp_method == "ulysses", ("parallel.cp_method", "data.packing")
+    if job.parallel.cp_load_balance == "documents" and (is_ulysses or not job.data.keeps_documents):
+        cause = "with ulysses" if is_ulysses else "without packed documents"
+        rule = f"has no effect {cause}, because the ranks have equal attention to compute anyway"
+        remedy = "use true, or parallel.cp_method=ring and data.packing=documents"
+        errors.add("parallel.cp_load_balance", rule, remedy, needs)
     if job.parallel.cp_method == "ulysses":
         # Of all tensor-parallel ranks: two numbers that differ by one have no common divisor.
         valid = divisors(1 if model.num_heads % degrees.tp else model.num_heads // degrees.tp)

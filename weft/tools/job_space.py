@@ -172,6 +172,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
     "parallel.sequence_parallel": {"parallel.tp": "2"},
     "parallel.cp_method": {"parallel.cp": "2"},
     "parallel.cp_load_balance": {"parallel.cp": "2"},
+    "parallel.cp_load_balance=documents": {"parallel.cp": "2", "data.packing": "documents"},
     "parallel.mesh_order": {"parallel.pp": "2", "parallel.dp_replicate": "2"},
     "parallel.ep": {"model.kind": "moe", "parallel.dp_shard": "2"},
     "parallel.reshard_after_forward": {"parallel.dp_shard": "2"},

@@ -23,7 +23,7 @@ from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
-from weft.parallel.context_parallel import gather_values, shard_documents, shard_sequence
+from weft.parallel.context_parallel import gather_values, shard_documents, split_of
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
@@ -31,6 +31,7 @@ from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import run_schedule, use_forward_only_order, wrap_pipeline_actions
 from weft.parallel.tied_parameters import TiedParameters
+from weft.parallel.token_split import Split, shard_sequence
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
 from weft.train.loss import (
@@ -49,11 +50,13 @@ class Microbatch(NamedTuple):
         batch: this rank's tokens.
         divisor: of the summed loss.
         sequences: what the objective takes: ``batch``, or its full sequences.
+        split: tokens of each context-parallel rank; empty: this rank has all.
     """
 
     batch: Batch
     divisor: Tensor | float
     sequences: Batch
+    split: Split
 
 
 class TrainStep:
@@ -242,13 +245,12 @@ class TrainStep:
             output: logits (B, T, V); with the fused loss the hidden states before the head.
             microbatch: its targets and divisor.
         """
-        batch, _, sequences = microbatch
+        batch, _, sequences, split = microbatch
         with span("loss"):
             if self._head_weight is None:
                 losses_BT = self._cross_entropy(output, batch.targets_BT)
                 if self._gathers_losses:
-                    group, load_balance = cast(Any, self.mesh.cp_group), self._cp[-1]
-                    losses_BT = gather_values(losses_BT, group, load_balance)
+                    losses_BT = gather_values(losses_BT, cast(Any, self.mesh.cp_group), split)
                 losses = self.objective.losses(losses_BT, sequences)
                 total = losses.loss_B.sum()
             else:
@@ -321,8 +323,10 @@ class TrainStep:
         them, so sequences without targets are appended.
         """
         plan = self.plan
-        batch, divisor, sequences = microbatches[0]
-        empty = Microbatch(_without_targets(batch), divisor, _without_targets(sequences))
+        first = microbatches[0]
+        empty = first._replace(
+            batch=_without_targets(first.batch), sequences=_without_targets(first.sequences)
+        )
         padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))
         has_first = 0 in self._stages
         losses: list[Tensor] = []
@@ -350,31 +354,27 @@ class TrainStep:
         """
         if self.schedule is not None:
             batch = _pad(batch, self.plan.microbatch_size)
-        full, documents = batch, batch.documents_BT
+        full, documents, cp_size = batch, batch.documents_BT, self.plan.cp
         if documents is not None:
-            batch = full._replace(documents_BT=shard_documents(documents, *self._cp, self.device))
-        local = self._shard_columns(batch)
-        if not self._gathers_losses:
-            return Microbatch(local, 1.0, local)
-        if documents is not None:
-            full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
-        return Microbatch(local, 1.0, full)
-
-    def _shard_columns(self, batch: Batch) -> Batch:
-        _, cp_rank, cp_size, load_balance = self._cp
-        if cp_size == 1 and self.schedule is None:
-            return batch
-        if batch.positions_BT is None:
+            blocks = shard_documents(documents, *self._cp, self.device, self.plan.model)
+            batch = full._replace(documents_BT=blocks)
+        if batch.positions_BT is None and (cp_size > 1 or self.schedule is not None):
             positions_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
             batch = batch._replace(positions_BT=positions_T.expand_as(batch.tokens_BT))
-        if cp_size == 1:
-            return batch
-        shards = {
-            name: shard_sequence(column, cp_rank, cp_size, load_balance)
-            for name in ("tokens_BT", "targets_BT", "positions_BT", "token_ids_BT")
-            if (column := getattr(batch, name)) is not None
-        }
-        return batch._replace(**shards)
+        split: Split = []
+        if cp_size > 1:
+            _, cp_rank, _, load_balance = self._cp
+            num_tokens = batch.tokens_BT.shape[1]
+            split = split_of(batch.documents_BT, num_tokens, cp_size, load_balance)
+            for name in ("tokens_BT", "targets_BT", "positions_BT", "token_ids_BT"):
+                if (column := getattr(batch, name)) is not None:
+                    shards_CBL = shard_sequence(column, split)
+                    batch = batch._replace(**{name: shards_CBL[cp_rank]})
+        if not self._gathers_losses:
+            return Microbatch(batch, 1.0, batch, split)
+        if documents is not None:
+            full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
+        return Microbatch(batch, 1.0, full, split)
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
