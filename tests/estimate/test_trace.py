@@ -268,6 +268,9 @@ EXTRA = [
     # Two copies of a table, on two ranks and on one.
     (20, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B model.tied_embeddings=true"),
     (20, 8, "pp2 pipeline.schedule=ZBVZeroBubble model.tied_embeddings=true"),
+    # Layers of multi-token prediction belong to the head.
+    (9, 2, "dp_shard2 model.mtp_layers=1"),
+    (12, 6, "dp_shard2 pp2 model.mtp_layers=2"),
     # More stages than torch's runtime keeps unsharded.
     (32, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
 ]

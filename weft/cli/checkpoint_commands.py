@@ -39,6 +39,8 @@ def add_import(commands: Commands) -> None:
     add("run_dir", metavar="RUN_DIR", type=Path, help="new run directory")
     text = "accept a tokenizer far smaller than the model's vocabulary"
     add("--force", action="store_true", help=text)
+    text = "leave out the layers of multi-token prediction"
+    add("--no-mtp", action="store_true", help=text)
 
 
 def run_rollback(options: argparse.Namespace) -> None:
@@ -78,7 +80,7 @@ def run_import(options: argparse.Namespace) -> None:
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
         paths = (source.absolute(), options.run_dir.absolute())
-        summary = import_model(*paths, show, options.force)
+        summary = import_model(*paths, show, options.force, not options.no_mtp)
     recipe = shlex.quote(str(options.run_dir / "job.toml"))
     command = f"weft train {recipe} --data.path FILE_OR_DIRECTORY"
     console.print(f"{summary}\nnext:  {command}", soft_wrap=True)

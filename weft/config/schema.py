@@ -267,6 +267,9 @@ class TrainSection(Section):
     dpo_beta: Annotated[float, Field(gt=0)] = key(
         0.1, "dpo: strength of the penalty for leaving the reference model"
     )
+    mtp_weight: Annotated[float, Field(gt=0)] = key(
+        0.3, "weight of the mean loss of the layers of multi-token prediction (model.mtp_layers)"
+    )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "validation sequences per evaluation")
 

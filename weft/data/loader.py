@@ -44,6 +44,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from weft.config.errors import WeftError
 from weft.config.schema import DataSection
@@ -173,8 +174,9 @@ class Batch(NamedTuple):
     ``targets_BT`` is the next token, or IGNORE_INDEX.  ``documents_BT`` numbers the documents of
     each sequence from 0, ``positions_BT`` counts from 0 inside each; a separator belongs to the
     document that it ends.  Both are None with ``packing="windows"``.  ``sources_B``, the source of
-    each sequence, is None without a mixture.  `Pairs` set ``references_BP2``, float32.
-    ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.
+    each sequence, is None without a mixture.  `Pairs` set ``references_BP2``, float32, and
+    `with_later` sets ``later_BTK``.  ``token_ids_BT`` numbers the tokens of a run from 0: see
+    `Loader`.
     """
 
     tokens_BT: torch.Tensor
@@ -184,10 +186,28 @@ class Batch(NamedTuple):
     sources_B: torch.Tensor | None = None
     references_BP2: torch.Tensor | None = None
     token_ids_BT: torch.Tensor | None = None
+    later_BTK: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with ``function`` applied to each tensor."""
         return Batch._make(tensor if tensor is None else function(tensor) for tensor in self)
+
+    def with_later(self, count: int) -> Batch:
+        """Return the batch with the tokens and targets 1 to ``count`` (K) positions later.
+
+        The targets follow those of the batch: ((1 + K) B, T).  Beyond the sequence tokens are 0,
+        and targets IGNORE_INDEX, as in other documents.
+        """
+
+        def later(column_BT: torch.Tensor, fill: int) -> torch.Tensor:
+            return pad(column_BT, (0, count), value=fill)[:, 1:].unfold(1, count, 1)
+
+        targets_BTK = later(self.targets_BT, IGNORE_INDEX)
+        if self.documents_BT is not None:
+            is_other_BTK = later(self.documents_BT, -1) != self.documents_BT[..., None]
+            targets_BTK = targets_BTK.masked_fill(is_other_BTK.to(targets_BTK.device), IGNORE_INDEX)
+        targets_BT = torch.cat((self.targets_BT, *targets_BTK.unbind(2)))
+        return self._replace(targets_BT=targets_BT, later_BTK=later(self.tokens_BT, 0))
 
 
 class Samples(Protocol):

@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -48,6 +48,7 @@ from weft.estimate.small_plan import (
 )
 from weft.estimate.trace_cache import load_or_compute
 from weft.estimate.traced_attention import trace_flex_attention
+from weft.models import Family
 from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import context_parallel
@@ -126,12 +127,12 @@ def record_step(
         device: device of the run.
         compiled: torch.compile is enabled in the run.
     """
-    family = plan.family
+    get_blocks = partial(_main_blocks, plan.family)
     recorder = OpRecorder(mode)
     params = [param for _, param in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
     with mode or nullcontext():
-        storage_blocks = register_storages(recorder, built.model_parts, family.blocks, group_size)
+        storage_blocks = register_storages(recorder, built.model_parts, get_blocks, group_size)
         optimizer_states = frozenset(
             recorder.register(local_tensor(value))
             for state in built.optimizer.state.values()
@@ -152,7 +153,7 @@ def record_step(
             record_fused_kernels(recorder, device, compiled),
         ):
             with track_locations(
-                recorder, built.model_parts, family.blocks, built.train_step, group_size
+                recorder, built.model_parts, get_blocks, built.train_step, group_size
             ):
                 step_loss = built.train_step.forward_backward(batches)
             recorder.location = OpLocation(0, "clip", 0)
@@ -178,6 +179,11 @@ def record_step(
         gradients,
         frozenset(host_storages),
     )
+
+
+def _main_blocks(family: Family, part: nn.Module) -> list[nn.Module]:
+    """Return the blocks; layers of multi-token prediction count as the head."""
+    return [block for block in family.blocks(part) if not getattr(block, "is_mtp", False)]
 
 
 @contextmanager

@@ -34,7 +34,8 @@ class DecoderBlock(nn.Module):
 
     Args:
         config: of the model.
-        layer: index of the layer.
+        layer: index of the layer; those from ``num_layers`` on are layers of multi-token
+            prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
         mlp: the feed-forward layer; None: a `FeedForward` or `MoE`.
     """
 
@@ -44,6 +45,11 @@ class DecoderBlock(nn.Module):
             config.norm_position in (position, "both") for position in ("pre", "post")
         )
         self.residual_scale, self.is_parallel = config.residual_scale, config.parallel_block
+        self.is_mtp = layer >= config.num_layers
+        if self.is_mtp:  # with the names of published files
+            self.enorm, self.hnorm = (build_norm(config, config.dim) for _ in range(2))
+            self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)
+            self.shared_head = nn.ModuleDict({"norm": build_norm(config, config.dim)})
         if has_norm_before:
             self.input_layernorm = build_norm(config, config.dim)
         attention = LatentAttention if config.kv_rank else Attention
@@ -66,14 +72,22 @@ class DecoderBlock(nn.Module):
         mask_B1TT: Mask,
         query_scale_BT1: Tensor | None = None,
     ) -> Tensor:
-        """Map ``[B, T, D]`` to ``[B, T, D]``; see `Attention.forward`."""
+        """Map ``[B, T, D]`` to ``[B, T, D]``; see `Attention.forward`.
+
+        A layer of multi-token prediction takes embeddings of later tokens beside the normalized
+        output of the layer before, ``[B, T, 2 D]``, and normalizes its output.
+        """
+        if self.is_mtp:
+            embedded_BTD, before_BTD = x_BTD.chunk(2, dim=-1)
+            x_BTD = self.eh_proj(torch.cat((self.enorm(embedded_BTD), self.hnorm(before_BTD)), -1))
         normed_BTD = self._apply_norm("input_layernorm", x_BTD)
         attended_BTD = self.self_attn(normed_BTD, cos_BTR, sin_BTR, mask_B1TT, query_scale_BT1)
         attended_BTD = self._apply_norm("attention_output_norm", attended_BTD)
         h_BTD = self._add(x_BTD, attended_BTD)
         if not self.is_parallel:
             normed_BTD = self._apply_norm("post_attention_layernorm", h_BTD)
-        return self._add(h_BTD, self._apply_norm("mlp_output_norm", self.mlp(normed_BTD)))
+        out_BTD = self._add(h_BTD, self._apply_norm("mlp_output_norm", self.mlp(normed_BTD)))
+        return self.shared_head["norm"](out_BTD) if self.is_mtp else out_BTD
 
     def _apply_norm(self, name: str, x_BTD: Tensor) -> Tensor:
         """Apply a norm that the block may lack."""
@@ -113,9 +127,10 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that layers keep their names on pipeline stages without earlier layers.
         self.layers = nn.ModuleDict(
-            {str(i): self.block(config, i) for i in range(config.num_layers)}
+            {str(i): self.block(config, i) for i in range(config.num_layers + config.mtp_layers)}
         )
         self.norm = build_norm(config, config.dim)
+        self.head_input = nn.Identity()  # where tensor parallelism gathers the sequence
         # Tied embeddings have no module and no second name for the shared weight, so sharding
         # and checkpoints need no special case; see `head`.
         if not config.tied_embeddings:
@@ -197,14 +212,20 @@ class Decoder(nn.Module):
         steps_BT = torch.floor((positions_BT.float() + 1) / config.temperature_interval)
         return (1 + config.temperature_scale * torch.log1p(steps_BT)).unsqueeze(-1)
 
-    def head(self, x_BTD: Tensor) -> Tensor:
-        """Map the last block's output to logits ``[B, T, V]``.
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Map token ids to scaled embeddings ``[B, T, D]``."""
+        assert self.embed_tokens is not None
+        x_BTD: Tensor = self.embed_tokens(tokens_BT)
+        scale = self.config.embedding_scale  # rounded to the dtype, as in transformers
+        return x_BTD if scale == 1 else x_BTD * x_BTD.new_full((), scale)
+
+    def head(self, normed_BTD: Tensor) -> Tensor:
+        """Map normalized hidden states to logits ``[B, T, V]``.
 
         With ``fused_loss``, return the normalized hidden states ``[B, T, D]`` instead.
         """
-        assert self.norm is not None
         config = self.config
-        normed_BTD: Tensor = self.norm(x_BTD)
+        normed_BTD = self.head_input(normed_BTD)
         # Of the input, so that a fused loss needs no other factor.
         normed_BTD = normed_BTD if config.logit_scale == 1 else normed_BTD * config.logit_scale
         if self.fused_loss:
@@ -225,6 +246,7 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         documents_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
+        later_BTK: Tensor | None = None,
     ) -> Tensor:
         """Compute the logits of the next tokens.
 
@@ -236,27 +258,33 @@ class Decoder(nn.Module):
             positions_BT: integers, each token's position in its document; None: counted from the
                 start of the sequence.  Attention depends only on differences, so None is valid for
                 packed sequences too, up to rounding.
+            later_BTK: integer token ids 1 to K positions later; None: no multi-token prediction.
 
         Returns:
-            ``[B, T, V]`` in the dtype of the weights; without the head, the activations
-            ``[B, T, D]`` for the next stage.
+            ``[B, T, V]`` in the dtype of the weights, with ``later_BTK`` followed by the logits of
+            the K layers of multi-token prediction: ``[(1 + K) B, T, V]``; without the head, the
+            activations ``[B, T, D]`` for the next stage.
 
         Raises:
             ValueError: if the sequence is longer than ``max_seq_len``.
         """
-        config = self.config
+        config, norm = self.config, cast(Any, self.norm)
         # The activations of a pipeline stage may be a slice of the sequence.
         ids_BT = tokens_BT if positions_BT is None else positions_BT
         num_tokens = ids_BT.shape[1]
         x_BTD: Tensor = tokens_BT
         if self.embed_tokens is not None and not tokens_BT.is_floating_point():
-            x_BTD = self.embed_tokens(tokens_BT)
-            if config.embedding_scale != 1:  # rounded to the dtype, as in transformers
-                x_BTD = x_BTD * x_BTD.new_full((), config.embedding_scale)
+            x_BTD = self.embed(tokens_BT)
         ropes: dict[bool, Any] = {}
         masks: dict[bool, Any] = {}
+        outputs: list[Tensor] = []
         for name, block in self.layers.items():
             layer = int(name)
+            if (depth := layer - config.num_layers) >= 0:
+                if later_BTK is None:
+                    break
+                outputs.append(x_BTD if depth else norm(x_BTD))
+                x_BTD = torch.cat((self.embed(later_BTK[..., depth]), outputs[-1]), dim=-1)
             is_local, has_rope = config.is_local(layer), config.has_rope(layer)
             if is_local not in masks:
                 limits = (config.sliding_window, config.attention_chunk) if is_local else (0, 0)
@@ -268,7 +296,9 @@ class Decoder(nn.Module):
                 x_BTD = block(x_BTD, *rope, masks[is_local], scale_BT1)
             else:
                 x_BTD = block(x_BTD, *rope, masks[is_local])
-        return self.head(x_BTD) if self.norm else x_BTD
+        if norm is None:
+            return x_BTD
+        return self.head(torch.cat((*outputs, x_BTD)) if outputs else norm(x_BTD))
 
 
 def build_mask(documents_BT: Tensor | None, ids_BT: Tensor, window: int, chunk: int) -> Mask:
@@ -292,6 +322,7 @@ INIT: dict[str, Init] = {
     "*.bias": Init("zeros"),
     "embed_tokens.weight": Init("truncated_normal", 0.02),
     "layers.*.self_attn.[qkv]*_proj*.weight": Init("truncated_normal", 0.02),
+    "layers.*.eh_proj.weight": Init("truncated_normal", 0.02),
     "layers.*.self_attn.o_proj.weight": Init("truncated_normal", 0.02, residual=True),
     "layers.*.self_attn.sinks.weight": Init("zeros"),
     "layers.*.mlp.*gate_proj.weight": Init("truncated_normal", 0.02),
@@ -376,8 +407,12 @@ SHARDING: dict[str, TensorParallelSpec] = {
     "layers.*.input_layernorm": TensorParallelSpec("replicated"),
     "layers.*.post_attention_layernorm": TensorParallelSpec("replicated"),
     "layers.*_output_norm": TensorParallelSpec("replicated"),
-    # Gathered here, not before lm_head, which a model with tied embeddings does not have.
-    "norm": TensorParallelSpec("replicated", output_comm="gather"),
+    # Of multi-token prediction: enorm, hnorm, shared_head.norm, eh_proj.
+    "layers.*[eh.]norm": TensorParallelSpec("replicated"),
+    "layers.*.eh_proj": TensorParallelSpec("replicated"),
+    "norm": TensorParallelSpec("replicated"),
+    # Not lm_head, which a model with tied embeddings does not have.
+    "head_input": TensorParallelSpec(output_comm="gather"),
     "lm_head": TensorParallelSpec("column"),
 }
 
@@ -400,15 +435,16 @@ def prune_to_stage(model: Decoder, units: range) -> None:
     Args:
         model: a full model; changed in place.
         units: consecutive units: the embedding (0), blocks (1 to ``num_layers``), the head with
-            its norm and a tied embedding (``num_layers + 1``).
+            its norm, the layers of multi-token prediction and an embedding that they or the head
+            use (``num_layers + 1``).
     """
-    last = model.config.num_layers + 1
-    if 0 not in units and not (model.config.tied_embeddings and last in units):
+    config, last = model.config, model.config.num_layers + 1
+    if 0 not in units and not (last in units and (config.tied_embeddings or config.mtp_layers)):
         model.embed_tokens = None
-    for i in range(model.config.num_layers):
-        if i + 1 not in units:
+    for i in range(config.num_layers + config.mtp_layers):
+        if min(i + 1, last) not in units:
             del model.layers[str(i)]
     if last not in units:
         model.norm = None
-        if not model.config.tied_embeddings:
+        if not config.tied_embeddings:
             del model.lm_head

@@ -30,6 +30,9 @@ class DecoderConfig(Section):
     vocab_size: Positive = key(128256, "token ids")
     max_seq_len: Positive = key(131072, "maximum sequence length, in tokens")
     tied_embeddings: bool = key(False, "share the embedding table with the output projection")
+    mtp_layers: NonNegative = key(
+        0, "layers of multi-token prediction, for training: layer k predicts the token k + 1 ahead"
+    )
 
     # Attention.
     qkv_bias: bool = key(False, "biases of the query, key and value projections")
@@ -204,7 +207,8 @@ class DecoderConfig(Section):
     def has_plain_attention(self, seq_len: int) -> bool:
         """Return True if a causal kernel computes the attention of all layers."""
         limit = self.sliding_window or self.attention_chunk
-        is_local = limit < seq_len and any(map(self.is_local, range(self.num_layers)))
+        layers = range(self.num_layers + self.mtp_layers)
+        is_local = limit < seq_len and any(map(self.is_local, layers))
         return not (is_local or self.attention_softcap or self.attention_sinks)
 
     def has_rope(self, layer: int) -> bool:

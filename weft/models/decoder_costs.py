@@ -47,6 +47,12 @@ def block_params(config: DecoderConfig, layer: int) -> BlockParams:
     )
 
 
+def _mtp_blocks(config: DecoderConfig) -> list[BlockParams]:
+    """Return the parameters of the layers of multi-token prediction."""
+    first = config.num_layers
+    return [block_params(config, layer) for layer in range(first, first + config.mtp_layers)]
+
+
 def _each_block(config: DecoderConfig) -> list[BlockParams]:
     """Return the parameters of every block."""
     first_of_kind: dict[object, int] = {}
@@ -81,7 +87,8 @@ def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
     value.  Attention: q, k, v and twice its output; normalized queries and keys as other norms.
     Feed-forward: four widths.  Experts: per token and active expert input and output rows, four
     widths, indices and weights; and per token twice the row and the scores.  Head: logits in
-    bfloat16 and twice in float32.
+    bfloat16 and twice in float32.  Each layer of multi-token prediction belongs to the head; it is
+    a block with two more norms and a product of twice the width, followed by a head.
     """
     dim = config.dim
     units = []
@@ -99,11 +106,19 @@ def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
     table = config.vocab_size * dim
     embedding = UnitCost("embed_tokens", table, 0.0, 2 * dim)
     norm = dim * (1 + (config.norm == "layer" and config.norm_bias))
+    mtp, layers = (
+        _mtp_blocks(config),
+        range(config.num_layers, config.num_layers + config.mtp_layers),
+    )
     head = UnitCost(
         "head",
-        params=norm + (0 if config.tied_embeddings else table),
-        flops_per_token=6.0 * table,
-        activation_bytes_per_token=8 * dim + 10 * config.vocab_size,
+        params=norm + (0 if config.tied_embeddings else table) + sum(b.total for b in mtp),
+        flops_per_token=6.0 * table * (1 + len(mtp))
+        + sum(6.0 * _active_matmuls(config, block) for block in mtp)
+        + sum(attention_flops(config, layer, seq_len) for layer in layers),
+        activation_bytes_per_token=(8 * dim + 10 * config.vocab_size) * (1 + len(mtp))
+        + sum(_saved_bytes(config, layer) + 24 * dim for layer in layers),
+        expert_params=sum(block.experts for block in mtp),
     )
     return [embedding, *units, head]
 
@@ -127,10 +142,11 @@ def num_matmul_params(config: DecoderConfig) -> float:
     """Return the number of weights in matrix products that one token uses.
 
     That is all but norms, biases, the embedding and idle experts.  A tied embedding counts, because
-    it is also the output projection.
+    it is also the output projection.  The output projection counts once per predicted token.
     """
-    active = sum(_active_matmuls(config, block) for block in _each_block(config))
-    return active + config.vocab_size * config.dim
+    blocks = _each_block(config) + _mtp_blocks(config)
+    active = sum(_active_matmuls(config, block) for block in blocks)
+    return active + config.vocab_size * config.dim * (1 + config.mtp_layers)
 
 
 def num_params(config: DecoderConfig) -> int:
@@ -143,7 +159,8 @@ def num_active_params(config: DecoderConfig) -> int:
     width = 3 * config.dim * config.expert_dim
     if config.expert_biases:
         width += 2 * config.expert_dim + config.dim
-    idle = config.num_moe_layers * max(0, config.num_experts - config.active_experts)
+    mtp = sum(block.experts > 0 for block in _mtp_blocks(config))
+    idle = (config.num_moe_layers + mtp) * max(0, config.num_experts - config.active_experts)
     return num_params(config) - idle * width
 
 
@@ -156,6 +173,6 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     published.  Only the active experts' weights count, as in DeepSeek-V3 (arXiv:2412.19437,
     section 2) and TorchTitan.
     """
-    layers = range(config.num_layers)
+    layers = range(config.num_layers + config.mtp_layers)
     attention = sum(attention_flops(config, layer, seq_len) for layer in layers)
     return 6.0 * num_matmul_params(config) + attention

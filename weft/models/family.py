@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from weft.config.errors import ConfigError
 from weft.config.schema import Section
-from weft.models.hf_fields import HFMapping
 
 
 class Init(NamedTuple):
@@ -98,8 +97,8 @@ class Family:
             and memory prediction.
         prune_to_stage: (module, range of units) -> None; deletes what another stage holds.
         tied_parameter: name of the parameter that the first and the last unit share if the
-            configuration has ``tied_embeddings``.  ``prune_to_stage`` keeps it for both; pipeline
-            parallelism of such models.
+            configuration has ``tied_embeddings`` or ``mtp_layers``.  ``prune_to_stage`` keeps it
+            for both; pipeline parallelism of such models.
         enable_fused_loss: module -> callable that returns the last product's weight ``[V, D]``.
             The module then returns that product's input ``[B, T, D]``, and the loss never
             builds all logits.
@@ -107,7 +106,7 @@ class Family:
             Without it, all do.
         moe_layers: module -> its `weft.models.moe.MoE` layers; expert parallelism.
         num_active_params: config -> parameters that one token uses.
-        hf_mapping: ``weft export`` and ``weft import``.
+        hf_mapping: `weft.models.hf_fields.HFMapping`; ``weft export`` and ``weft import``.
         choose_entries: config -> entries that replace those above for this configuration.
     """
 
@@ -129,7 +128,7 @@ class Family:
     layer_kind: Callable[[Any, int], object] | None = None
     moe_layers: Callable[[nn.Module], list[Any]] | None = None
     num_active_params: Callable[[Any], int] | None = None
-    hf_mapping: HFMapping | None = None
+    hf_mapping: Any = None
     choose_entries: Callable[[Any], Mapping[str, Any]] | None = None
 
     def of(self, config: Any) -> Family:

@@ -236,7 +236,6 @@ class HFMapping:
         has_latent_attention: True if ``head_dim`` is the sum of ``qk_nope_head_dim`` and
             ``qk_rope_head_dim``.
         scales_embeddings: True if embeddings are multiplied by the square root of their width.
-        has_mtp: True if files may contain layers for multi-token prediction, which are skipped.
         names: parts of weft's parameter names -> parts of Hugging Face's.
         fused: Hugging Face's module -> weft's modules whose rows it holds one after another.
         stacked: layout of stacked experts; None: each expert has its own tensors.
@@ -263,7 +262,6 @@ class HFMapping:
     expert_layers: Literal["", "mlp_only_layers", "moe_layers", "moe_layer_end_index"] = ""
     has_latent_attention: bool = False
     scales_embeddings: bool = False
-    has_mtp: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: StackedExperts | None = None

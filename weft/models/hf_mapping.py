@@ -39,6 +39,7 @@ LAYERS, FACTOR = Limits(int, 1, 10_000), Limits(float, 1e-6, 1e6)
 LIMITS: dict[str, Limits] = {
     "dim": Limits(int, 1, 1 << 20),
     "num_layers": LAYERS,
+    "mtp_layers": Limits(int, 0, 100),
     "num_heads": COUNT,
     "num_kv_heads": COUNT,
     "head_dim": COUNT,
@@ -66,6 +67,7 @@ LIMITS: dict[str, Limits] = {
     **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), FACTOR),
     **dict.fromkeys(("route_scale", "expert_limit"), FACTOR),
 }
+MTP_FIELD = "num_nextn_predict_layers"  # of a family with layers of multi-token prediction
 # Fields that do not change what the model computes.
 IGNORED_FIELDS = {
     "bos_token_id",
@@ -100,8 +102,9 @@ EXPERT_KEYS = (
 
 def get_hf_mapping(family: Family) -> HFMapping:
     """Return the Hugging Face mapping of a family that has one."""
-    assert family.hf_mapping is not None
-    return family.hf_mapping
+    mapping = family.hf_mapping
+    assert isinstance(mapping, HFMapping)
+    return mapping
 
 
 def detect_family(
@@ -131,21 +134,25 @@ def param_shapes(family: Family, config: Any) -> dict[str, torch.Size]:
     These are the parameters and, in layers with experts, the load-balance bias.
     """
     has_experts = getattr(config, "has_experts", lambda layer: False)
-    kinds = [has_experts(layer) for layer in range(config.num_layers)]
+    num_layers, mtp_layers = config.num_layers, getattr(config, "mtp_layers", 0)
+    kinds = [has_experts(layer) for layer in range(num_layers + mtp_layers)]
     # One block of each kind suffices: cheap for any number of layers in a file.
     templates = {kind: _block_shapes(family, config, kind) for kind in sorted(set(kinds))}
     template = templates[kinds[0]]
     embedding, *head = [name for name in template if not name.startswith("layers.")]
     shapes = {embedding: template[embedding]}
     for i, kind in enumerate(kinds):
+        prefix = f"layers.{int(i >= num_layers)}."  # of the template
         for name, shape in templates[kind].items():
-            if name.startswith("layers.0."):
-                shapes[f"layers.{i}.{name.removeprefix('layers.0.')}"] = shape
+            if name.startswith(prefix):
+                shapes[f"layers.{i}.{name.removeprefix(prefix)}"] = shape
     return shapes | {name: template[name] for name in head}
 
 
 def _block_shapes(family: Family, config: Any, has_experts: bool) -> dict[str, torch.Size]:
     update: Json = {"num_layers": 1, "max_seq_len": 1}
+    if getattr(config, "mtp_layers", 0):
+        update["mtp_layers"] = 1
     if has_experts:
         update |= {"dense_layers": 0, "expert_interval": 1}
     elif getattr(config, "num_experts", 0):
@@ -180,8 +187,6 @@ def to_hf_config(family: Family, config: Any, dtype: str) -> Json:
         tree[name] = bool(values[key])
         unused = [other for other, entry in mapping.all_fields.items() if key in entry.keys]
         tree |= {other: mapping.defaults[other] for other in unused if not values[key]}
-    if mapping.has_mtp:
-        tree["num_nextn_predict_layers"] = 0
     if mapping.has_latent_attention:
         tree["qk_nope_head_dim"] = config.key_dim - config.rope_head_dim
     tree |= write_layers(mapping, config)
@@ -373,8 +378,6 @@ def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
     known |= {*mapping.switches}
     if mapping.has_latent_attention:
         known |= {"qk_nope_head_dim", "qk_head_dim", "head_dim"}
-    if mapping.has_mtp:
-        known.add("num_nextn_predict_layers")
     if mapping.rope_layers == "no_rope_layers":
         known |= {"no_rope_layers", "no_rope_layer_interval"}
     if layers := mapping.layers:

@@ -68,7 +68,8 @@ def build_pipeline_schedule(
     tokens = seq_len // plan.cp
     hidden_tokens = tokens // (plan.tp if sequence_parallel else 1)
     hidden_BTD = (plan.microbatch_size, hidden_tokens, plan.model.dim)
-    out_BTX = (plan.microbatch_size, tokens, output_width)
+    num_outputs = 1 + getattr(plan.model, "mtp_layers", 0)
+    out_BTX = (num_outputs * plan.microbatch_size, tokens, output_width)
     dtype = getattr(torch, plan.compute_dtype)
 
     def meta(shape: tuple[int, ...]) -> Tensor:

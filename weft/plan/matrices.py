@@ -8,6 +8,8 @@ stay in high precision, because their errors reach the loss directly.  Candidate
 * a size, on one tensor-parallel rank, is not a multiple of 16 (``_scaled_mm`` requires it, because
   tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32, or ranks have different
   sizes,
+* each tensor-parallel rank holds all of them, for its slice of the sequence: the projection of
+  multi-token prediction, which DeepSeek-V3 keeps in bfloat16, too,
 * they are too small to gain: casting and scaling, which are memory-bound, would cost more than the
   product saves.  The limits are those of torchao's ``_auto_filter_for_recipe``, measured on H100
   (github.com/pytorch/ao, torchao/float8/README.md).  torchao has no limits for
@@ -142,7 +144,8 @@ def convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> li
     return [
         first
         for first, *others in _list_shapes(model, family, tp)
-        if first.out_features % unit == first.in_features % unit == 0
+        if tensor_parallel_spec(first.name, family).weight != "replicated"
+        and first.out_features % unit == first.in_features % unit == 0
         and all(other == first for other in others)
     ]
 

@@ -27,7 +27,9 @@ PATH_REMEDY = (
 HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
 SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
-MAX_CONFIG_BYTES = 1 << 20
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 1 << 20, 100 << 20
+NO_MTP = {"mtp_layers": 0}  # the only key of a model that may be set beside model.path
 
 
 def resolve_model(
@@ -121,15 +123,19 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         return job, errors
     else:
         fields = section.overrides()
-        if fields and not _is_complete(section):
+        if fields and fields != NO_MTP and not _is_complete(section):
             for name, value in fields.items():
                 rule = "cannot be set beside model.path, which decides it"
-                errors.add(f"model.{name}", rule, "remove one of the two", value=value)
+                remedy = "remove one of the two"
+                if name in NO_MTP:
+                    remedy = "remove it, or use 0 to leave out what predicts several tokens"
+                errors.add(f"model.{name}", rule, remedy, value=value)
             return job, errors
         with errors.collect():
             directory = locate_model(section.path)
-            if not fields:
-                section = _read_model(directory, section.path)
+            if not fields or fields == NO_MTP:
+                read = _read_model(directory, section.path)
+                section = ModelSection.model_validate(read.model_dump() | fields)
     if errors:
         return job, errors
     changes: dict[str, dict[str, Any]] = {"model": section.model_dump()}
@@ -216,11 +222,11 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
 def _has_files(directory: Path, with_weights: bool) -> bool:
     """Return True if a snapshot is complete; a download may have been interrupted."""
     names = ["config.json"]
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX_FILE
     if with_weights and index.is_file():
         names += set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())
     elif with_weights:
-        names.append("model.safetensors")
+        names.append(SINGLE_FILE)
     return all((directory / name).is_file() for name in names)
 
 
@@ -255,7 +261,37 @@ def _read_model(directory: Path, path: str) -> ModelSection:
         config, problems = from_hf_config(FAMILIES[kind], tree)
     if kind is None or problems:
         raise InvalidConfig(problems)
-    return model_section(kind, config, path)
+    if getattr(config, "mtp_layers", 0) and not any(
+        (directory / name).is_file() for name in (INDEX_FILE, SINGLE_FILE)
+    ):  # on the Hub, in one small file
+        directory = locate_model(path, with_weights=True)
+    return model_section(kind, keep_mtp_layers(directory, config), path)
+
+
+def keep_mtp_layers(directory: Path, config: Any) -> Any:
+    """Return a configuration with the multi-token prediction that the files have.
+
+    transformers drops the layers when it saves a model, but not their number in ``config.json``.
+    """
+    first = f"model.layers.{getattr(config, 'num_layers', 0)}."
+    if not getattr(config, "mtp_layers", 0) or any(
+        name.startswith(first) for name in _tensor_names(directory)
+    ):
+        return config
+    return config.model_copy(update=NO_MTP)
+
+
+def _tensor_names(directory: Path) -> list[str]:
+    """Return the names of the tensors in a directory; none if a file is damaged."""
+    single = directory / SINGLE_FILE
+    try:
+        if not single.is_file():
+            return list(json.loads((directory / INDEX_FILE).read_bytes())["weight_map"])
+        with single.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return list(json.loads(file.read(min(size, MAX_INDEX_BYTES))))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # the import reports it
 
 
 def model_section(kind: str, config: Any, path: str) -> ModelSection:

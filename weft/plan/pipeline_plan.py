@@ -19,7 +19,7 @@ from weft.plan.pipeline_schedule import (
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
-from weft.plan.plan import PipelinePlan
+from weft.plan.plan import PipelinePlan, uses_embedding_twice
 from weft.plan.stages import check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.
@@ -66,7 +66,7 @@ def resolve_pipeline(
     except InvalidConfig as error:
         errors += error.errors
         return None, 1
-    stages_per_rank = _resolve_stages_per_rank(errors, job, spec)
+    stages_per_rank = _resolve_stages_per_rank(errors, job, model, spec)
     num_stages = pp * stages_per_rank
     if spec.actions is not None:
         num_stages = len(stage_index_to_rank(spec.actions))
@@ -82,7 +82,7 @@ def resolve_pipeline(
     # tp divides the parameters and activations of every unit equally; cp divides activations.
     tokens = microbatch_size * cost.seq_len / (degrees.cp * degrees.tp)
     units = cost.units
-    if getattr(model, "tied_embeddings", False):  # the last stage has a copy of the table
+    if uses_embedding_twice(model):  # the last stage has a copy of the table
         first, *blocks, last = units
         units = [first, *blocks, last._replace(params=last.params + first.params)]
     stages = split_into_stages(
@@ -103,13 +103,13 @@ def _check_model(errors: ConfigErrors, job: Job, model: Any, family: Family) -> 
         rule = f"is not supported by the model family {job.model.kind}, which has no stages"
         remedy = "use 1, or define Family.unit_costs and Family.prune_to_stage"
         errors.add("parallel.pp", rule, remedy)
-    elif getattr(model, "tied_embeddings", False) and family.tied_parameter is None:
+    elif uses_embedding_twice(model) and family.tied_parameter is None:
         rule = f"is not supported for tied embeddings by the model family {job.model.kind}"
         remedy = "use 1, --model.tied_embeddings false, or define Family.tied_parameter"
         errors.add("parallel.pp", rule, remedy, ("model.tied_embeddings", "model.preset"))
 
 
-def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, spec: ScheduleSpec) -> int:
+def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, model: Any, spec: ScheduleSpec) -> int:
     """Return the stages of each rank; check the keys of the schedule."""
     key, requested = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
     if spec.actions is not None:

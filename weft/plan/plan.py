@@ -125,6 +125,11 @@ class PipelinePlan:
         return ["; ".join(stage.name for stage in stages) for stages in self.stages_by_rank]
 
 
+def uses_embedding_twice(model: Any) -> bool:
+    """Return True if the last stage of a pipeline needs a copy of the embedding."""
+    return getattr(model, "tied_embeddings", False) or getattr(model, "mtp_layers", 0) > 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """A Job and everything derived from it.
@@ -287,8 +292,8 @@ class Plan:
 
     @property
     def tied_ranks(self) -> tuple[int, int] | None:
-        """Pipeline ranks of the two copies of a tied embedding; None without copies."""
-        if self.pipeline is None or not getattr(self.model, "tied_embeddings", False):
+        """Pipeline ranks of the two copies of an embedding; None without copies."""
+        if self.pipeline is None or not uses_embedding_twice(self.model):
             return None
         return self.pipeline.stage_ranks[0], self.pipeline.stage_ranks[-1]
 

@@ -143,6 +143,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "the two orders differ only if a pipeline has replicas",
         "Set parallel.pp and parallel.dp_replicate above 1",
     ),
+    "train.mtp_weight": EffectRule(
+        lambda plan: getattr(plan.model, "mtp_layers", 0) > 0,
+        "the model has no layers of multi-token prediction (model.mtp_layers=0)",
+        "Set model.mtp_layers",
+    ),
     "parallel.reshard_after_forward": EffectRule(
         lambda plan: plan.fsdp_size > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
         "no parameters are sharded, so none are gathered",

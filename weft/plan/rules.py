@@ -21,11 +21,14 @@ from weft.plan.shard_sizes import chunk_range, query_heads
 MAX_PROFILED_STEPS = 20
 
 
-def check_sections(errors: ConfigErrors, job: Job, family: Family, degrees: ParallelDims) -> None:
+def check_sections(
+    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
     _check_activation_checkpoint(errors, job, family)
     _check_objective(errors, job)
+    _check_mtp(errors, job, model)
     if job.train.epochs and job.train.steps != "auto":
         rule = f"and train.steps={job.train.steps} both set the length of the run"
         errors.add("train.epochs", rule, "set one of them")
@@ -209,6 +212,18 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
     if objective == "next_token" and has_preferences:
         rule, remedy = "would also train on rejected answers", "use dpo, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))
+
+
+def _check_mtp(errors: ConfigErrors, job: Job, model: Any) -> None:
+    key, layers = "model.mtp_layers", getattr(model, "mtp_layers", 0)
+    if layers and job.train.objective != "next_token":
+        rule = f"predicts tokens, but train.objective={job.train.objective} does not"
+        remedy = "use 0, which leaves these layers out, or train.objective=next_token"
+        errors.add(key, rule, remedy, ("train.objective",), value=layers)
+    elif layers >= job.train.seq_len:
+        rule = f"predicts beyond sequences of train.seq_len={job.train.seq_len} tokens"
+        remedy = f"use at most {job.train.seq_len - 1}"
+        errors.add(key, rule, remedy, ("train.seq_len",), value=layers)
 
 
 def _check_profile(errors: ConfigErrors, job: Job) -> None:

@@ -38,6 +38,7 @@ from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
 from weft.models.hf_mapping import (
     IGNORED_FIELDS,
+    MTP_FIELD,
     check_hf_config,
     from_hf_config,
     get_hf_mapping,
@@ -46,7 +47,14 @@ from weft.models.hf_mapping import (
     to_hf_config,
 )
 from weft.tools.hf_weights import find_dropped_bias, list_hf_tensors, to_hf_weights
-from weft.tools.inference_model import CheckpointRef, find_base_checkpoint, find_checkpoint
+from weft.tools.inference_model import (
+    CheckpointRef,
+    drop_mtp,
+    find_base_checkpoint,
+    find_checkpoint,
+    format_dropped_mtp,
+    is_mtp_weight,
+)
 from weft.tools.peft_export import export_adapter, open_merged
 from weft.train.job_checks import check_writable
 
@@ -109,7 +117,7 @@ def export_checkpoint(
     max_bytes = _parse_size(max_shard, errors)
     if dtype and dtype not in DTYPES:
         errors.add("--dtype", "is not a known dtype", suggest(dtype, DTYPES), value=dtype)
-    checkpoint, special, num_bytes = None, None, 0
+    checkpoint, special, num_bytes, dropped = None, None, 0, ""
     weights: dict[str, Weight] = {}
     source: dict[str, Any] = {}
     with errors.collect():
@@ -122,11 +130,15 @@ def export_checkpoint(
             rule, remedy = "has no counterpart in transformers", "set Family.hf_mapping"
             errors.add("model.kind", rule, remedy, value=checkpoint.job.model.kind)
         elif not adapter:
+            if MTP_FIELD not in checkpoint.family.hf_mapping.all_fields:
+                checkpoint, dropped = drop_mtp(checkpoint), format_dropped_mtp(checkpoint.config)
             errors += check_hf_config(checkpoint.family, checkpoint.config)
         special = _special_tokens(checkpoint, source)
     if checkpoint and not errors and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
+        if dropped:
+            weights = {n: w for n, w in weights.items() if not is_mtp_weight(n, checkpoint.config)}
         num_bytes = sum(
             tensor.shape.numel() * (tensor.dtype or DTYPES[dtype]).itemsize
             for tensor in list_hf_tensors(checkpoint.family, checkpoint.config).values()
@@ -152,7 +164,7 @@ def export_checkpoint(
         config = _keep_fields(checkpoint, source, to_hf_config(family, checkpoint.config, dtype))
         _write_companions(directory, checkpoint, config, special)
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
-    return f"{out}: {size}, from {checkpoint.path}"
+    return f"{out}: {size}, from {checkpoint.path}{dropped}"
 
 
 def _check_weights(checkpoint: CheckpointRef, weights: dict[str, Weight]) -> None:

@@ -7,7 +7,7 @@ safetensors are read, and no code of a model is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from weft.models.hf_mapping import (
     param_shapes,
     printable,
 )
-from weft.plan.model_config import model_section
+from weft.plan.model_config import keep_mtp_layers, model_section
 from weft.tools.hf_convert import (
     COMPANION_FILES,
     DTYPES,
@@ -54,14 +54,18 @@ from weft.tools.hf_convert import (
     read_json_object,
     read_small_file,
 )
-from weft.tools.hf_weights import list_hf_tensors, list_quantized, open_hf_weights
+from weft.tools.hf_weights import (
+    find_differing_copy,
+    list_hf_tensors,
+    list_quantized,
+    open_hf_weights,
+)
 
 # A plain file name: no directory, no parent directory, not hidden.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 # Rotary tables of old checkpoints, which follow from the configuration.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 MAX_PROBLEMS = 5
 STORE_REMEDY = "check the URL, and credentials, region and endpoint in ~/.aws or AWS_* variables"
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
@@ -95,7 +99,9 @@ class ModelSource(NamedTuple):
         return f"{self.num_bytes // 4:,} weights, converted from {dtypes} to float32"
 
 
-def import_model(source: Path, run_dir: Path, report: Report, force: bool = False) -> str:
+def import_model(
+    source: Path, run_dir: Path, report: Report, force: bool = False, with_mtp: bool = True
+) -> str:
     """Import a Hugging Face directory as a run with a checkpoint of step 0.
 
     Args:
@@ -103,6 +109,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         run_dir: a directory that does not exist; it appears when complete.
         report: called with the progress.
         force: accept a tokenizer that is far smaller than the model's vocabulary.
+        with_mtp: import the layers of multi-token prediction.
 
     Returns:
         A message for the user.
@@ -112,7 +119,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     """
     errors = ConfigErrors()
     with store_errors(source):
-        model = open_hf_source(source, str(source), force, errors)
+        model = open_hf_source(source, str(source), force, errors, with_mtp)
     check_out(errors, "run_dir", run_dir, 0 if model is None else model.num_bytes)
     errors.raise_any()
     assert model is not None
@@ -166,7 +173,7 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
 
 
 def open_hf_source(
-    source: Path, path: str, force: bool, errors: ConfigErrors
+    source: Path, path: str, force: bool, errors: ConfigErrors, with_mtp: bool = True
 ) -> ModelSource | None:
     """Open a Hugging Face directory; on an error append it and return None.
 
@@ -175,12 +182,16 @@ def open_hf_source(
         path: its ``model.path``.
         force: accept a tokenizer that is far smaller than the model's vocabulary.
         errors: receives every reason why the import is impossible.
+        with_mtp: import the layers of multi-token prediction.
     """
     if not _is_directory(source, errors):
         return None
-    kind, config = _read_config(source / "config.json", errors)
+    kind, config = _read_config(source, errors)
+    read_layers = getattr(config, "mtp_layers", 0)
+    if config is not None and not with_mtp:
+        config = config.model_copy(update={"mtp_layers": 0})
     model = None if config is None else (FAMILIES[kind], config)
-    contents = _read_contents(source, model, errors)
+    contents = _read_contents(source, model, errors, () if with_mtp else range(read_layers))
     note = _check_tokenizer(source / "tokenizer.json", config, force, errors)
     companions = [name for name in COMPANION_FILES if path_exists(source / name)]
     for name in companions[1:]:
@@ -188,10 +199,10 @@ def open_hf_source(
     if model is None or errors:
         return None
     shapes = param_shapes(*model)
-    if skipped := _list_skipped(contents, *model):
-        layers = f"layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
-        skipped_note = f"{layers}, for multi-token prediction, are not imported"
-        note = f"{note}\n{skipped_note}" if note else skipped_note
+    if read_layers:
+        kept = f"are {'imported' if with_mtp else 'not imported'}"
+        mtp_note = f"layers of multi-token prediction (model.mtp_layers={read_layers}) {kept}"
+        note = f"{note}\n{mtp_note}" if note else mtp_note
     files = {f"{SOURCE_DIR}/{name}": source / name for name in companions}
     return ModelSource(
         source.name,
@@ -218,7 +229,7 @@ def open_hf_model(
     """
     if not _is_directory(source, errors):
         return None
-    kind, config = _read_config(source / "config.json", errors)
+    kind, config = _read_config(source, errors)
     model = None if config is None else (FAMILIES[kind], config)
     contents = _read_contents(source, model, errors)
     if model is None or errors:
@@ -258,16 +269,16 @@ def _is_directory(source: Path, errors: ConfigErrors) -> bool:
     return False
 
 
-def _read_config(path: Path, errors: ConfigErrors) -> tuple[str, Any]:
+def _read_config(source: Path, errors: ConfigErrors) -> tuple[str, Any]:
     """Return the family and the model's configuration, which is None after an error."""
     kind, config = None, None
-    tree = read_json_object(path, errors)
+    tree = read_json_object(source / "config.json", errors)
     if tree is not None:
         kind, config_errors = detect_family(tree, FAMILIES)
         if kind is not None:
             config, config_errors = from_hf_config(FAMILIES[kind], tree)
         errors += config_errors
-    return kind or "", config
+    return kind or "", config and keep_mtp_layers(source, config)
 
 
 def _check_companion(path: Path, errors: ConfigErrors) -> None:
@@ -310,9 +321,15 @@ def _check_tokenizer(path: Path, config: Any, force: bool, errors: ConfigErrors)
 
 
 def _read_contents(
-    source: Path, model: tuple[Family, Any] | None, errors: ConfigErrors
+    source: Path,
+    model: tuple[Family, Any] | None,
+    errors: ConfigErrors,
+    skipped: Sequence[int] = (),
 ) -> Contents:
-    """Return the tensors in the files of a model; append errors to ``errors``."""
+    """Return the tensors in the files of a model; append errors to ``errors``.
+
+    ``skipped``: layers after the model's own that it leaves out.
+    """
     contents = Contents(source, {}, {})
     if path_exists(source / SINGLE):
         index, files = None, [SINGLE]
@@ -361,14 +378,16 @@ def _read_contents(
             rule = "does not match the tensors in the files"
             found.add(INDEX, rule, "download index and files again")
         if model is not None:
-            _check_shapes(contents, *model, found)
+            _check_shapes(contents, *model, found, skipped)
     errors += found[:MAX_PROBLEMS]
     if len(found) > MAX_PROBLEMS:
         errors.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
     return contents
 
 
-def _check_shapes(contents: Contents, family: Family, config: Any, errors: ConfigErrors) -> None:
+def _check_shapes(
+    contents: Contents, family: Family, config: Any, errors: ConfigErrors, skipped: Sequence[int]
+) -> None:
     """Check that the files have exactly the model's tensors, with its shapes."""
     tensors, mapping = contents.tensors, get_hf_mapping(family)
     experts = config.num_moe_layers * config.num_experts if mapping.stacked is None else 0
@@ -383,16 +402,17 @@ def _check_shapes(contents: Contents, family: Family, config: Any, errors: Confi
     for name, (blocks, scales) in quantized.items():
         shapes |= {f"{name}_blocks": tuple(blocks), f"{name}_scales": tuple(scales)}
     packed = {f"{name}_{kind}" for name in quantized for kind in ("blocks", "scales")}
-    skipped = tuple(f"model.layers.{i}." for i in _list_skipped(contents, family, config))
+    prefixes = tuple(f"model.layers.{config.num_layers + i}." for i in skipped)
     for name in tensors.keys() - shapes.keys():
         remedy = "use weights and config.json of one model"
         if name == "lm_head.weight":
             remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
-        if not DERIVED.fullmatch(name) and not name.startswith(skipped):
+        if not DERIVED.fullmatch(name) and not name.startswith(prefixes):
             errors.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
     for name, shape in shapes.items():
         if name not in tensors:
-            errors.add(name, "is in none of the files", "download them again")
+            if name not in expected or expected[name].kind != "copy":
+                errors.add(name, "is in none of the files", "download them again")
             continue
         tensor = tensors[name]
         if tensor.shape != shape:
@@ -405,11 +425,7 @@ def _check_shapes(contents: Contents, family: Family, config: Any, errors: Confi
         elif name not in packed and tensor.dtype not in DTYPES.values():
             rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
             errors.add(name, rule, "save it as F32, BF16 or F16")
-
-
-def _list_skipped(contents: Contents, family: Family, config: Any) -> list[int]:
-    """Return the layers for multi-token prediction, which follow the model's own."""
-    if not get_hf_mapping(family).has_mtp:
-        return []
-    found = {int(match[1]) for name in contents.tensors if (match := LAYER.match(name))}
-    return sorted(i for i in found if i >= config.num_layers)
+    if not errors and (pair := find_differing_copy(expected, contents)):
+        rule = f"differs from {pair[1]}, which layers of multi-token prediction share in weft"
+        remedy = "leave out these layers: --model.mtp_layers 0, or weft import --no-mtp"
+        errors.add(pair[0], rule, remedy)

@@ -40,8 +40,9 @@ class HFTensor(NamedTuple):
     Attributes:
         shape: its shape.
         names: weft's tensors in it.
-        kind: whole: one tensor; rows: several, one after another; expert: one matrix of the first
-            dimension; stacked: matrices of all experts; bias: the load-balance bias.
+        kind: whole: one tensor; copy: one tensor that has another name, too; rows: several, one
+            after another; expert: one matrix of the first dimension; stacked: matrices of all
+            experts; bias: the load-balance bias.
         expert: index of the expert.
         dtype: its dtype in files of any dtype; None: that of the others.
     """
@@ -85,7 +86,27 @@ def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
             is_float32 = module == "mlp.router" and mapping.has_float32_router
             dtype = torch.float32 if is_float32 else None
             tensors[mapping.hf_name(name)] = HFTensor(shape, (name,), dtype=dtype)
+    # Published files also have the shared weights under the names of each layer.
+    heads = {name for name in ("embed_tokens.weight", "lm_head.weight") if name in shapes}
+    for i in range(getattr(config, "mtp_layers", 0)):
+        for source, copy in ((min(heads), "embed_tokens"), (max(heads), "shared_head.head")):
+            shown = f"model.layers.{config.num_layers + i}.{copy}.weight"
+            tensors[shown] = HFTensor(shapes[source], (source,), "copy")
     return tensors
+
+
+def find_differing_copy(
+    tensors: Mapping[str, HFTensor], contents: Contents
+) -> tuple[str, str] | None:
+    """Return a copy in the files that differs from its original, and the original."""
+    originals = {t.names[0]: name for name, t in tensors.items() if t.kind == "whole"}
+    for name, tensor in tensors.items():
+        if tensor.kind == "copy" and name in contents.tensors:
+            pair = name, originals[tensor.names[0]]
+            rows = zip(*(open_weight(contents, each).read() for each in pair), strict=True)
+            if not all(torch.equal(a, b) for a, b in rows):
+                return pair
+    return None
 
 
 def split_name(name: str) -> tuple[str, str, str]:

@@ -7,6 +7,7 @@ B sequences, T tokens of a sequence, N positions with logits, D model width, V v
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.plan.model_config import resolve_section
+from weft.plan.model_config import NO_MTP, resolve_section
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve
@@ -103,6 +104,28 @@ def find_base_checkpoint(checkpoint: CheckpointRef) -> Path | None:
     return base
 
 
+def drop_mtp(checkpoint: CheckpointRef) -> CheckpointRef:
+    """Return the checkpoint as one of a model without multi-token prediction."""
+    if not getattr(checkpoint.config, "mtp_layers", 0):
+        return checkpoint
+    job = replace(checkpoint.job, model=NO_MTP)
+    return checkpoint._replace(job=job, config=checkpoint.config.model_copy(update=NO_MTP))
+
+
+def is_mtp_weight(name: str, config: Any) -> bool:
+    """Return True for a weight of a layer of multi-token prediction."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= getattr(config, "num_layers", math.inf)
+
+
+def format_dropped_mtp(config: Any) -> str:
+    """Return the end of a message about an export without multi-token prediction."""
+    layers = getattr(config, "mtp_layers", 0)
+    return f", without its layers of multi-token prediction (model.mtp_layers={layers})" * (
+        layers > 0
+    )
+
+
 def plan_inference(
     checkpoint: CheckpointRef,
     overrides: Sequence[tuple[str, str]],
@@ -152,6 +175,8 @@ def plan_inference(
         if find_base_checkpoint(checkpoint) is None:  # no adapters
             changes["lora"] = {"rank": 0}
     errors.raise_any()
+    if getattr(checkpoint.config, "mtp_layers", 0):
+        changes["model"] = NO_MTP  # they serve training
     job = replace(job, **changes)
     return job, resolve(job, detect_machine(job.run))
 
@@ -228,7 +253,11 @@ def load_local_model(
 
 
 def load_unsharded(checkpoint: CheckpointRef, device: torch.device) -> nn.Module:
-    """Load the unsharded module, with its adapters, in float32."""
+    """Load the unsharded module, with its adapters, in float32.
+
+    It has no layers of multi-token prediction.
+    """
+    checkpoint = drop_mtp(checkpoint)
     family, base = checkpoint.family, find_base_checkpoint(checkpoint)
     with torch.device("meta"):
         module = family.build(checkpoint.config)

@@ -98,6 +98,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.rope_original_context": ("8",),
     "model.expert_interval": ("1", "2"),
     "model.expert_limit": ("1.5",),
+    "model.mtp_layers": ("1", "2"),
     "train.objective": tuple(OBJECTIVES),
     "lora.rank": ("2", "3"),
     "lora.targets": (
@@ -151,6 +152,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
             *("expert_biases", "expert_limit", "balance_rate"),
         )
     },
+    "train.mtp_weight": {"model.mtp_layers": "1"},
     "train.dpo_beta": {"train.objective": "dpo"},
     "train.objective=dpo": {"data.format": "preferences"},
     "data.format=preferences": {"train.objective": "dpo"},

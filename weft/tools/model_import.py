@@ -20,15 +20,15 @@ from weft.checkpoint.storage import is_remote
 from weft.checkpoint.weight_files import open_weights
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.locks import hold_lock
-from weft.config.schema import replace
+from weft.config.schema import ModelSection, replace
 from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from weft.plan.model_config import expand_preset, locate_model, model_name
+from weft.plan.model_config import NO_MTP, expand_preset, locate_model, model_name
 from weft.plan.plan import Plan
 from weft.tools.hf_convert import COMPANION_FILES, path_exists
 from weft.tools.hf_import import ModelSource, open_hf_source, write_imported
-from weft.tools.inference_model import find_base_checkpoint, find_checkpoint
+from weft.tools.inference_model import find_base_checkpoint, find_checkpoint, is_mtp_weight
 from weft.tools.peft_export import open_merged
 from weft.train.state import checkpoint_dir
 
@@ -46,10 +46,11 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
         return None
     errors = ConfigErrors()
     directory = locate_model(path, with_weights=True)
+    with_mtp = plan.job.model.overrides().get("mtp_layers") != 0
     if (directory / "job.toml").is_file():
-        source: ModelSource | None = _open_run(directory, path)
+        source: ModelSource | None = _open_run(directory, path, with_mtp)
     else:
-        source = open_hf_source(directory, path, force, errors)
+        source = open_hf_source(directory, path, force, errors, with_mtp)
     errors.raise_any()
     assert source is not None
     if source.section.overrides() != plan.job.model.overrides():
@@ -64,8 +65,10 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
     return source._replace(name=model_name(path))
 
 
-def _open_run(run_dir: Path, path: str) -> ModelSource:
+def _open_run(run_dir: Path, path: str, with_mtp: bool) -> ModelSource:
     """Open the newest checkpoint of a weft run, with its adapters merged.
+
+    ``with_mtp``: with its layers of multi-token prediction.
 
     Raises:
         InvalidConfig: if the run has no checkpoint.
@@ -76,6 +79,9 @@ def _open_run(run_dir: Path, path: str) -> ModelSource:
     names = ["tokenizer.json", TEMPLATE_FILE, TOKENIZER_CONFIG_FILE]
     names += [f"{IMPORTED_DIR}/{name}" for name in COMPANION_FILES]
     section = expand_preset(checkpoint.job).model.model_copy(update={"path": path})
+    if not with_mtp:
+        section = ModelSection.model_validate(section.model_dump() | NO_MTP)
+        weights = {n: w for n, w in weights.items() if not is_mtp_weight(n, checkpoint.config)}
     num_bytes = 4 * sum(weight.shape.numel() for weight in weights.values())
     files = {name: run_dir / name for name in names if path_exists(run_dir / name)}
     return ModelSource(run_dir.name, section, weights, num_bytes, ["F32"], files, "")

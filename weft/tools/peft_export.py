@@ -50,7 +50,12 @@ from weft.parallel.quantized import dequantize_matrix, quantize_matrix
 from weft.plan.lora_plan import lora_scaling
 from weft.plan.matrices import list_matrices
 from weft.tools.hf_weights import split_name
-from weft.tools.inference_model import CheckpointRef, find_base_checkpoint
+from weft.tools.inference_model import (
+    CheckpointRef,
+    find_base_checkpoint,
+    format_dropped_mtp,
+    is_mtp_weight,
+)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -397,7 +402,12 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
             [ConfigError("--adapter", str(checkpoint.path), rule, "export without --adapter")]
         )
     mapping, shapes = get_hf_mapping(family), param_shapes(family, checkpoint.config)
-    adapters = {n: w for n, w in open_weights(checkpoint.path).items() if ".lora_" in n}
+    # transformers has no layers of multi-token prediction that PEFT could adapt.
+    adapters = {
+        name: weight
+        for name, weight in open_weights(checkpoint.path).items()
+        if ".lora_" in name and not is_mtp_weight(name, checkpoint.config)
+    }
     layers = dict.fromkeys(name.rpartition(".lora_")[0] for name in adapters)
     has_embedding = layers.pop("embed_tokens", "") is None
     is_tied = has_embedding and checkpoint.config.tied_embeddings
@@ -431,4 +441,6 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
     with publish_directory(out) as directory:
         num_bytes = write_weight_file(directory / WEIGHTS, weights, dtype)
         write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter
-    return f"{out}: {len(weights)} adapter tensors, {num_bytes:,} bytes, from {checkpoint.path}"
+    dropped = format_dropped_mtp(checkpoint.config)
+    size = f"{len(weights)} adapter tensors, {num_bytes:,} bytes"
+    return f"{out}: {size}, from {checkpoint.path}{dropped}"

@@ -156,6 +156,7 @@ def linear_cross_entropy(
     targets_BT: Tensor,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     chunk_size: int,
+    scales_B1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of ``x @ weight.T``, with the logits of a chunk at a time.
 
@@ -165,18 +166,21 @@ def linear_cross_entropy(
         targets_BT: int64.
         loss_fn: returns the loss of each token, (1, n), of logits (1, n, V) and targets (1, n).
         chunk_size: number of tokens of a chunk.
+        scales_B1: factors of the sequences' losses in the sum; None: 1.
 
     Returns:
         The sum of the losses, a float32 scalar; and the loss of each token, float32 (B, T), without
-        gradient.
+        gradient and factor.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+    scales_N = None if scales_B1 is None else scales_B1.expand_as(targets_BT).flatten()
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     losses_N = torch.empty(len(targets_N), device=x_ND.device)
     gradients = _compute_chunks(
-        x_ND, weight_VD, targets_N, loss_fn, chunk_size, needs_grad, losses_N
+        x_ND, weight_VD, targets_N, loss_fn, chunk_size, needs_grad, losses_N, scales_N
     )
-    total, losses_BT = losses_N.sum(), losses_N.view_as(targets_BT)
+    total = losses_N.sum() if scales_N is None else losses_N @ scales_N
+    losses_BT = losses_N.view_as(targets_BT)
     if not needs_grad:
         return total, losses_BT
     tensors = (x_ND, weight_VD)[: len(gradients)]
@@ -192,6 +196,7 @@ def _compute_chunks(
     chunk_size: int,
     needs_grad: bool,
     losses_N: Tensor,
+    scales_N: Tensor | None,
 ) -> list[Tensor]:
     """Write ``losses_N``, and compute the gradients of their sum chunk by chunk.
 
@@ -199,23 +204,23 @@ def _compute_chunks(
         The gradient of ``x_ND``; unless it is frozen, that of the weight in float32.  An empty list
         without ``needs_grad``.
     """
-    columns = (x_ND, targets_N, losses_N)
+    columns = (x_ND, targets_N, losses_N, *(() if scales_N is None else (scales_N,)))
     chunks = zip(*(torch.split(column, chunk_size) for column in columns), strict=True)
     if not needs_grad:
-        for x, targets, losses in chunks:
+        for x, targets, losses, *_ in chunks:
             losses.copy_(loss_fn(F.linear(x, weight_VD)[None], targets[None])[0])
         return []
     grad_x_ND = torch.empty_like(x_ND)
     # In float32, because it is a sum over many chunks.
     sums = [torch.zeros_like(weight_VD, dtype=torch.float32)] * weight_VD.requires_grad
     weight = weight_VD.detach().requires_grad_(weight_VD.requires_grad)
-    for (x, targets, losses), grad_x in zip(
+    for (x, targets, losses, *scales), grad_x in zip(
         chunks, torch.split(grad_x_ND, chunk_size), strict=True
     ):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             chunk_losses = loss_fn(F.linear(x, weight)[None], targets[None])[0]
-            loss = chunk_losses.sum()
+            loss = chunk_losses @ scales[0] if scales else chunk_losses.sum()
         chunk_grad_x, *grad_weights = torch.autograd.grad(loss, (x, *[weight] * len(sums)))
         grad_x.copy_(chunk_grad_x)
         for total, gradient in zip(sums, grad_weights, strict=True):

@@ -122,7 +122,7 @@ class MetricLogger:
             self._layer_grad_norms = LayerGradNorms(built.model_parts, blocks)
         self._shares = dataset.shares  # of the sources of a mixture
         self._sources = RunningMean(self._shares, rank.device)
-        self._metrics = RunningMean(built.train_step.objective.metrics, rank.device)
+        self._metrics = RunningMean(built.train_step.metric_names, rank.device)
         self._stragglers = StragglerDetector()
         is_next_token = plan.objective == "next_token"
         self._divergence = DivergenceDetector(

@@ -4,8 +4,13 @@ The loss is a sum over targets, divided once by the number of targets in the glo
 therefore does not depend on how tokens are spread over ranks and microbatches: a loss travels as a
 sum and a count until that division.
 
+*Multi-token prediction* (DeepSeek-V3, arXiv:2412.19437, section 2.2) adds a gradient, not a value:
+that of ``train.mtp_weight`` times the mean over the K layers of their mean losses.  The loss that
+weft logs is that of the objective.  The targets of the K layers are K B more sequences of
+next-token prediction, the only objective that supports them.
+
 Shapes: B sequences of a microbatch, T tokens of a sequence on this rank, V vocabulary on this rank,
-M metrics of the objective, S sources of a mixture.
+M metrics of the objective, S sources of a mixture, K layers of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -43,18 +48,21 @@ from weft.train.loss import (
 )
 
 
+SEQUENCE_COLUMNS = ("tokens_BT", "targets_BT", "positions_BT", "later_BTK", "token_ids_BT")
+
+
 class Microbatch(NamedTuple):
     """Input of one forward pass on this rank.
 
     Attributes:
         batch: this rank's tokens.
-        divisor: of the summed loss.
+        divisors: of the summed losses: of the objective, and of multi-token prediction.
         sequences: what the objective takes: ``batch``, or its full sequences.
         split: tokens of each context-parallel rank; empty: this rank has all.
     """
 
     batch: Batch
-    divisor: Tensor | float
+    divisors: Tensor
     sequences: Batch
     split: Split
 
@@ -68,7 +76,8 @@ class TrainStep:
             owns it.  So do context-parallel ranks, if the objective needs full sequences.
         loss_by_source: float32 (S, 2): summed loss in nats and its count (tokens, or pairs) for
             each source, on this rank, of the last global batch.  None without a mixture.
-        metrics: float32 (M, 2): sum and count of each metric of the objective.  None without any.
+        metric_names: the metrics of the objective, or the losses of multi-token prediction.
+        metrics: float32 (M or K, 2): sum and count of each of them.  None without any.
         logits_at_targets: receives the targets, int64 (N,), and their logits, (N, V), of each
             cross-entropy on this rank.  None, except while prompts are continued.
         balance: the biases of the experts.
@@ -87,7 +96,9 @@ class TrainStep:
         self.objective = build_objective(plan.objective, job.train)
         cp_rank, parallel = mesh.coordinates["cp"], job.parallel
         self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_load_balance
-        tokens = plan.microbatch_size * plan.seq_len // plan.cp
+        self._num_later = num_later = getattr(plan.model, "mtp_layers", 0)
+        self._ones = torch.ones(1 + num_later, device=device)
+        tokens = plan.microbatch_size * plan.seq_len // plan.cp * (1 + num_later)
         vocab_size = len(chunk_range(plan.model.vocab_size, plan.tp, 0))  # the largest of all ranks
         self._vocab_range = chunk_range(plan.model.vocab_size, plan.tp, mesh.coordinates["tp"])
         self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)
@@ -113,9 +124,11 @@ class TrainStep:
         self.loss_by_source: Tensor | None = None
         if (num_sources := len(job.data.sources)) > 1:
             self.loss_by_source = torch.zeros(num_sources, 2, device=device)
+        names = (f"mtp_loss/{depth + 1}" for depth in range(num_later))
+        self.metric_names = (*self.objective.metrics, *names)
         self.metrics: Tensor | None = None
-        if self.objective.metrics:
-            self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
+        if self.metric_names:
+            self.metrics = torch.zeros(len(self.metric_names), 2, device=device)
         self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
         # With adapters the router is frozen: see `weft.parallel.lora`.
         rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
@@ -173,8 +186,8 @@ class TrainStep:
         microbatches = [self._shard_sequence(batch) for batch in batches]
         count = self.mesh.all_reduce_dp_cp(self._count(microbatches))
         sum_over_replicas([count])
-        divisor = count.clamp(min=1)  # without targets, loss and gradients are zero
-        microbatches = [microbatch._replace(divisor=divisor) for microbatch in microbatches]
+        divisors = count.clamp(min=1)  # without targets, loss and gradients are zero
+        microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
         if self.schedule is not None:
             losses = self._run_schedule(microbatches)
             self._tied.sum_gradients()
@@ -223,7 +236,7 @@ class TrainStep:
                 losses = [self._forward(microbatches[0])]
             loss_and_count[0] += self._local_loss(losses)
             if self.owns_loss:
-                loss_and_count[1] += self._count(microbatches)
+                loss_and_count[1] += self._count(microbatches)[0]
         if dist.get_world_size() > 1:
             dist.all_reduce(loss_and_count)
         for part in self.model_parts:
@@ -234,25 +247,33 @@ class TrainStep:
     def _forward(self, microbatch: Microbatch) -> Tensor:
         (model,) = self.model_parts
         batch = microbatch.batch
+        later = () if batch.later_BTK is None else (batch.later_BTK,)
         ids = {} if batch.token_ids_BT is None else {"token_ids_BT": batch.token_ids_BT}
-        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT, **ids)
+        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT, *later, **ids)
         return self._loss(output, microbatch)
 
     def _loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """Return the loss of a microbatch, divided by its divisor.
 
         Args:
-            output: logits (B, T, V); with the fused loss the hidden states before the head.
-            microbatch: its targets and divisor.
+            output: logits ((1 + K) B, T, V); with the fused loss the hidden states before the head.
+            microbatch: its targets and divisors.
         """
-        batch, _, sequences, split = microbatch
+        batch, divisors, sequences, split = microbatch
+        scales_B1 = None
+        if self._num_later:
+            weight = self.plan.job.train.mtp_weight / self._num_later
+            scales = torch.cat((self._ones[:1], weight * divisors[0] / divisors[1:]))
+            scales_B1 = scales.repeat_interleave(len(batch.tokens_BT)).unsqueeze(1)
         with span("loss"):
             if self._head_weight is None:
                 losses_BT = self._cross_entropy(output, batch.targets_BT)
                 if self._gathers_losses:
                     losses_BT = gather_values(losses_BT, cast(Any, self.mesh.cp_group), split)
                 losses = self.objective.losses(losses_BT, sequences)
-                total = losses.loss_B.sum()
+                total = (
+                    losses.loss_B.sum() if scales_B1 is None else losses.loss_B @ scales_B1[:, 0]
+                )
             else:
                 total, losses_BT = linear_cross_entropy(
                     output,
@@ -260,11 +281,15 @@ class TrainStep:
                     batch.targets_BT,
                     self._cross_entropy,
                     self._chunk_tokens,
+                    scales_B1,
                 )
                 losses = self.objective.losses(losses_BT, batch)
             if self.owns_loss:
                 self._add_metrics(losses, sequences)
-            return total / microbatch.divisor
+            if scales_B1 is not None:  # only the gradient is that of all losses
+                main = losses.loss_B[: len(batch.tokens_BT)].detach().sum()
+                total = main + (total - total.detach())
+            return total / divisors[0]
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.logits_at_targets is not None:
@@ -275,8 +300,9 @@ class TrainStep:
         return cross_entropy(logits_BTV, targets_BT, group, is_compiled, first)
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Return how much this rank's sequences count, together."""
-        counts = [self.objective.counts(m.sequences).sum() for m in microbatches]
+        """Return how much this rank's sequences count, together: int64 (1 + K,)."""
+        shape = 1 + self._num_later, -1
+        counts = [self.objective.counts(m.sequences).view(shape).sum(1) for m in microbatches]
         return _sum(counts) * self._owns_targets
 
     def _reset_metrics(self) -> None:
@@ -290,13 +316,17 @@ class TrainStep:
         if self.loss_by_source is None and self.metrics is None:
             return
         count_B = self.objective.counts(batch)
-        if self.metrics is not None:
+        if self.metrics is not None and self._num_later:
+            sums_B2 = torch.stack((losses.loss_B, count_B), dim=1)
+            self.metrics += sums_B2.view(1 + self._num_later, -1, 2).sum(1)[1:]
+        elif self.metrics is not None:
             self.metrics[:, 0] += losses.metrics_BM.sum(0)
             self.metrics[:, 1] += count_B.sum()
         if self.loss_by_source is not None:
-            loss_and_count_B2 = torch.stack((losses.loss_B.detach(), count_B), dim=1)
+            source_B1 = cast(Tensor, batch.sources_B).unsqueeze(1)
+            loss_and_count_B2 = torch.stack((losses.loss_B, count_B), dim=1)[: len(source_B1)]
             sources_S = torch.arange(len(self.loss_by_source), device=self.device)
-            is_source_BS = cast(Tensor, batch.sources_B).unsqueeze(1) == sources_S
+            is_source_BS = source_B1 == sources_S
             by_source_BS2 = is_source_BS.unsqueeze(2) * loss_and_count_B2.unsqueeze(1)
             self.loss_by_source += by_source_BS2.sum(0)
 
@@ -337,7 +367,7 @@ class TrainStep:
             kwargs=[
                 {
                     name: column
-                    for name in ("positions_BT", "documents_BT", "token_ids_BT")
+                    for name in ("positions_BT", "documents_BT", "later_BTK", "token_ids_BT")
                     if (column := getattr(m.batch, name)) is not None
                 }
                 for m in padded
@@ -350,10 +380,14 @@ class TrainStep:
     def _shard_sequence(self, batch: Batch) -> Microbatch:
         """Return a microbatch of this rank's tokens, with positions if they need them.
 
-        Document ids become what `shard_documents` returns.  The divisor is 1.
+        Document ids become what `shard_documents` returns.  The divisors are 1.
         """
         if self.schedule is not None:
             batch = _pad(batch, self.plan.microbatch_size)
+        if self._num_later:  # before the ranks share a sequence: a later token may be another's
+            batch = batch.with_later(self._num_later)
+            if self.logits_at_targets is not None:
+                batch.targets_BT[len(batch.tokens_BT) :] = IGNORE_INDEX
         full, documents, cp_size = batch, batch.documents_BT, self.plan.cp
         if documents is not None:
             blocks = shard_documents(documents, *self._cp, self.device, self.plan.model)
@@ -366,19 +400,19 @@ class TrainStep:
             _, cp_rank, _, load_balance = self._cp
             num_tokens = batch.tokens_BT.shape[1]
             split = split_of(batch.documents_BT, num_tokens, cp_size, load_balance)
-            for name in ("tokens_BT", "targets_BT", "positions_BT", "token_ids_BT"):
+            for name in SEQUENCE_COLUMNS:
                 if (column := getattr(batch, name)) is not None:
                     shards_CBL = shard_sequence(column, split)
                     batch = batch._replace(**{name: shards_CBL[cp_rank]})
         if not self._gathers_losses:
-            return Microbatch(batch, 1.0, batch, split)
+            return Microbatch(batch, self._ones, batch, split)
         if documents is not None:
             full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
-        return Microbatch(batch, 1.0, full, split)
+        return Microbatch(batch, self._ones, full, split)
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
-    return scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum()
+    return scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum(0)
 
 
 def _pad(batch: Batch, num_sequences: int) -> Batch:

@@ -82,8 +82,10 @@ HF_MAPPING = HFMapping(
         "q_lora_rank": optional("q_rank"),
         "rope_interleave": same("rope_interleaved"),
         **DEEPSEEK_EXPERTS,
+        "num_nextn_predict_layers": same("mtp_layers"),
     },
     defaults={
+        "num_nextn_predict_layers": 1,
         "attention_bias": False,
         "max_position_embeddings": 4096,
         "num_key_value_heads": 128,
@@ -113,7 +115,6 @@ HF_MAPPING = HFMapping(
     ignored_fields=frozenset({"aux_loss_alpha", "seq_aux"}),
     rope=HFRope(scales_attention=True),
     has_latent_attention=True,
-    has_mtp=True,
     names={"mlp.router": "mlp.gate"},
     expert_bias="mlp.gate.e_score_correction_bias",
 )

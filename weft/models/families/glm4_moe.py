@@ -62,8 +62,10 @@ HF_MAPPING = HFMapping(
         "attention_bias": same("qkv_bias"),
         "use_qk_norm": choice("qk_norm", {True: "head", False: "none"}),
         **DEEPSEEK_EXPERTS,
+        "num_nextn_predict_layers": same("mtp_layers"),
     },
     defaults={
+        "num_nextn_predict_layers": 1,
         "attention_bias": False,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -81,7 +83,6 @@ HF_MAPPING = HFMapping(
     },
     constants={"score": "sigmoid"},
     rope=HFRope(fraction=0.5),
-    has_mtp=True,
     names={"mlp.router": "mlp.gate"},
     expert_bias="mlp.gate.e_score_correction_bias",
 )
