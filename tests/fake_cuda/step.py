@@ -239,10 +239,10 @@ class GraphCounter:
 
         return compile_graph
 
-    def apply_compile(self, blocks: Sequence[nn.Module], _: str, fullgraph: bool = True) -> None:
+    def apply_compile(self, blocks: Sequence[nn.Module], _: str, **options: Any) -> None:
         """Stand in for `weft.parallel.compile.apply_compile`."""
         for block in blocks:
-            block.forward = torch.compile(block.forward, fullgraph=fullgraph, backend=self.backend)
+            block.forward = torch.compile(block.forward, **options, backend=self.backend)
 
     def compile_function(self, function: Callable[..., Any], dynamic: bool = False) -> Any:
         """Stand in for `weft.parallel.compile.compile_function`."""

@@ -14,6 +14,7 @@ from weft.models.decoder import Decoder
 from weft.models.decoder_config import DecoderConfig
 from weft.models.families.llama import PRESETS
 from weft.models.hf_mapping import (
+    check_hf_config,
     detect_family,
     from_hf_config,
     get_hf_mapping,
@@ -418,3 +419,22 @@ def test_from_config_number_that_no_model_has_is_refused(field: str, value: obje
     [error] = [error for error in errors if error.key == f"config.json {field}"]
     assert "must be a" in error.rule
     assert " from " in error.rule
+
+
+def test_router_loss_of_a_config_is_that_of_transformers() -> None:
+    """transformers adds the loss with output_router_logits only; see `weft.models.moe`."""
+    family = FAMILIES["mixtral"]
+    tree = to_hf_config(family, family.presets["toy"], "float32")
+    tree |= {"router_aux_loss_coef": 0.02, "output_router_logits": False}
+    config, errors = from_hf_config(family, tree)
+    assert not errors
+    assert config.router_aux_loss_coef == 0.0
+    config, errors = from_hf_config(family, tree | {"output_router_logits": True})
+    assert not errors
+    scale = config.active_experts / config.num_moe_layers
+    assert config.router_aux_loss_coef == pytest.approx(0.02 * scale)
+    assert not check_hf_config(family, config)
+    for bad in ("much", -0.5, None):
+        tree |= {"output_router_logits": True, "router_aux_loss_coef": bad}
+        _, errors = from_hf_config(family, tree)
+        assert [error.key for error in errors] == ["config.json router_aux_loss_coef"]

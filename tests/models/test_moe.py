@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from weft.models import FAMILIES
 from weft.models.decoder import EXPERT_SHARDING, INIT, Decoder, get_init
@@ -21,7 +23,8 @@ from weft.models.decoder_costs import (
 )
 from weft.models.families.moe import PRESETS
 from weft.models.layers import group_sizes, grouped_linear
-from weft.models.moe import MoE, moe_layers
+from weft.models.moe import MoE, RouterStep, moe_layers
+from weft.parallel.private import add_in_forward
 from weft.plan.model_config import resolve_model
 
 TINY: dict[str, Any] = {
@@ -205,6 +208,105 @@ def test_moe_logits_and_gradients_equal_transformers(renormalize: bool) -> None:
     grads = {name: param.grad for name, param in ours.named_parameters()}
     for name, expected in pairs.items():
         torch.testing.assert_close(grads[name], expected, rtol=1e-4, atol=1e-4, msg=name)
+
+
+# --------------------------------------------------------------------------- losses of the router
+
+
+def router_step(layer: MoE, scale: float) -> RouterStep:
+    """Give the router a step; return it."""
+    loads_E = torch.zeros(layer.router.config.num_experts, dtype=torch.int64)
+    layer.router.step = RouterStep(loads_E, torch.zeros(4), torch.tensor(scale), add_in_forward)
+    return layer.router.step
+
+
+def losses_by_formula(layer: MoE, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sequence's losses: DeepSeek-V3, equations 17 to 20, and ST-MoE, equation 5."""
+    c, tokens = layer.router.config, len(x_TD)
+    logits_TE = x_TD @ layer.router.weight.T
+    scores_TE = torch.softmax(logits_TE, 1) if c.score == "softmax" else torch.sigmoid(logits_TE)
+    ranked_TE = scores_TE if not c.score_selected else logits_TE
+    chosen_TA = (ranked_TE + layer.router.expert_bias).topk(c.active_experts, dim=1).indices
+    balance = torch.zeros(())
+    for e in range(c.num_experts):
+        f = c.num_experts / (c.active_experts * tokens) * (chosen_TA == e).sum()
+        p = sum(scores_E[e] / scores_E.sum() for scores_E in scores_TE) / tokens
+        balance = balance + f * p
+    z = sum(torch.log(torch.exp(logits_E).sum()) ** 2 for logits_E in logits_TE) / tokens
+    return balance, torch.as_tensor(z)
+
+
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"score": "sigmoid", "route_scale": 2.5, "shared_experts": 1},
+    {"score_selected": True, "active_experts": 3},
+    {"scaled_expert_inputs": True, "renormalize": False, "active_experts": 1},
+]
+
+
+@pytest.mark.parametrize("changes", ROUTERS, ids=str)
+def test_router_losses_gradients_equal_the_published_formulas(changes: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    layer = MoE(config(**changes, router_aux_loss_coef=0.7, router_z_loss_coef=0.05))
+    layer.router.expert_bias.copy_(torch.randn(layer.router.config.num_experts) * 0.05)
+    x_BTD = torch.randn(3, 7, 32, requires_grad=True)
+    weights = torch.randn(3, 7, 32)
+    inputs = [x_BTD, *layer.parameters()]
+    losses = [losses_by_formula(layer, x_TD) for x_TD in x_BTD]
+    extra = torch.stack([0.7 * balance + 0.05 * z for balance, z in losses]).sum()
+    expected = torch.autograd.grad((layer(x_BTD) * weights).sum() + 0.25 * extra, inputs)
+    plain = torch.autograd.grad((layer(x_BTD) * weights).sum(), inputs)
+    assert not torch.allclose(plain[0], expected[0], rtol=0.01)
+
+    step = router_step(layer, scale=0.25)
+    for checkpointed in (False, True):  # the recomputation adds nothing to the sums
+        run: Any = partial(checkpoint, layer, use_reentrant=False) if checkpointed else layer
+        actual = torch.autograd.grad((run(x_BTD) * weights).sum(), inputs)
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    sums = [2 * sum(values).item() for values in zip(*losses, strict=True)]  # type: ignore[arg-type]
+    assert step.sums_M is not None
+    assert step.sums_M[:2].tolist() == pytest.approx(sums, rel=1e-5)
+    assert step.loads_E.sum() == 2 * 21 * layer.router.config.active_experts
+    with torch.no_grad():
+        layer(x_BTD)
+    assert step.sums_M[:2].tolist() == pytest.approx(sums, rel=1e-5)
+
+
+def test_router_balance_loss_of_one_sequence_equals_transformers() -> None:
+    """transformers' loss is ours times the active experts, where its one batch is our sequence."""
+    module = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch.manual_seed(2)
+    layer = MoE(config(router_aux_loss_coef=0.3, active_experts=3))
+    step = router_step(layer, scale=1.0)
+    x_BTD = torch.randn(1, 40, 32, requires_grad=True)
+    inputs = [x_BTD, layer.router.weight]
+    actual = torch.autograd.grad(layer(x_BTD).sum(), inputs)
+    layer.router.step = None
+    logits = F.linear(x_BTD[0], layer.router.weight)
+    theirs = module.load_balancing_loss_func((logits,), num_experts=6, top_k=3)
+    expected = torch.autograd.grad(layer(x_BTD).sum() + 0.3 / 3 * theirs, inputs)
+    for ours, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+    assert step.sums_M is not None
+    assert step.sums_M[0].item() == pytest.approx(theirs.item() / 3)
+
+
+def test_router_metrics_are_entropy_and_effect_of_the_bias() -> None:
+    layer = MoE(config(num_experts=4, active_experts=2))
+    step = router_step(layer, scale=1.0)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:, 0] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    x_BTD = torch.zeros(1, 3, 32)
+    x_BTD[0, :, 0] = torch.tensor([1.0, 1.0, -1.0])  # two prefer experts 0 and 1, one 3 and 2
+    layer.router.expert_bias[3] = 0.4  # above expert 1's probability of 0.24, below expert 0's
+    layer(x_BTD)
+    p = torch.softmax(torch.tensor([4.0, 3.0, 2.0, 1.0]), 0)
+    entropy = -(p * p.log()).sum().item()
+    assert step.sums_M is not None
+    assert step.sums_M[2].item() == pytest.approx(entropy, rel=1e-5)
+    assert step.sums_M[3].item() == pytest.approx(2 / 3)
 
 
 # --------------------------------------------------------------------------- tables and sizes

@@ -15,6 +15,12 @@ from weft.optim.balance import ExpertBalancer
 class OneRank:
     """A mesh with one rank."""
 
+    def get_group(self, axis: str) -> OneRank:
+        return self
+
+    def size(self) -> int:
+        return 1
+
     def all_reduce_dp_cp(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
@@ -39,6 +45,7 @@ def model(rate: float = 0.01) -> tuple[Decoder, ExpertBalancer]:
     return created, ExpertBalancer([created], moe_layers, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
+ONE = torch.tensor(1.0)
 TOKENS = torch.arange(64).view(2, 32)
 
 
@@ -51,8 +58,9 @@ def test_balance_biases_move_against_the_error_by_the_rate() -> None:
     for loads_E, layer in zip(loads_LE, moe_layers(created), strict=True):
         wanted_E = 0.01 * (16 - loads_E).sign()
         torch.testing.assert_close(layer.router.expert_bias, wanted_E.float())
-    worst = float(balance.max_load_ratio(None)[0])
+    worst = balance.layer_metrics()[:, 0].max().item()
     assert worst == pytest.approx(loads_LE.max().item() / 16)
+    assert balance.layers == ["layers.1", "layers.2"]
 
 
 def test_balance_bad_step_moves_nothing() -> None:
@@ -72,7 +80,7 @@ def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
     x = torch.randn(1, 10, 16, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert balance.reduce_loads()[0].sum(1).tolist() == [20, 0]
-    balance.reset()
+    balance.reset(ONE, 1)
     assert balance.reduce_loads()[0].sum() == 0
 
 
@@ -80,16 +88,16 @@ def test_balance_experts_become_balanced() -> None:
     """Frozen routers prefer two experts; only the biases change."""
     created, balance = model(rate=0.001)
     x_ND = torch.randn(512, 16) + 1  # tokens have a common component
-    routers = [layer.router for layer in moe_layers(created)]
+    layers = moe_layers(created)
     with torch.no_grad():
-        for router in routers:
-            router.weight[:2] += 0.1
+        for layer in layers:
+            layer.router.weight[:2] += 0.1
     worst = []
     for _ in range(300):
-        balance.reset()
-        for router in routers:
-            router(x_ND)
-        worst.append(float(balance.max_load_ratio(None)[0]))
+        balance.reset(ONE, 1)
+        for layer in layers:
+            layer(x_ND.unsqueeze(0))
+        worst.append(balance.layer_metrics()[:, 0].max().item())
         balance.step()
     assert worst[0] > 2
     assert worst[-1] < 1.3
@@ -97,6 +105,6 @@ def test_balance_experts_become_balanced() -> None:
 
 def test_balance_without_experts_does_nothing() -> None:
     balance = ExpertBalancer([torch.nn.Linear(2, 2)], None, 0.0, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
-    balance.reset()
+    balance.reset(ONE, 1)
     balance.step()
-    assert balance.reduce_loads() == balance.max_load_ratio(None).tolist() == []
+    assert balance.reduce_loads() == balance.layer_metrics().tolist() == []

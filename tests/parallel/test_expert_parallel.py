@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import Shard
 
 from tests.harness import run_ranks
 from tests.layouts import check_gradients, check_many, group_by_ranks, parse, size
 from tests.small import (
     Overrides,
+    loader_of,
     losses,
     newest_state,
     plan_here,
@@ -24,10 +28,11 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint.fingerprint import ReplicaMismatch, compare_replicas
-from weft.checkpoint.state_dict import persistent_buffers
+from weft.checkpoint.state_dict import persistent_buffers, trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.parallel.data_parallel import _choose_shard_dim
+from weft.parallel.dtensor import to_local
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.setup import build
@@ -42,6 +47,8 @@ MODEL: Overrides = [
     ("model.num_experts", "4"),
     ("model.expert_dim", "24"),
     ("model.tied_embeddings", "false"),
+    ("model.router_aux_loss_coef", "1"),
+    ("model.router_z_loss_coef", "0.1"),
     ("data.packing", "documents"),
     ("train.microbatch_size", "1"),
 ]
@@ -109,6 +116,86 @@ def test_expert_parallel_compiled_gradients_equal_one_process(
 ) -> None:
     compiled = [("compile.enable", "true"), ("compile.cache_dir", str(tmp_path))]
     check("dp_shard2 ep=2", store_path, extra=compiled)
+
+
+BFLOAT16 = [
+    ("precision.compute_dtype", "bfloat16"),
+    ("monitor.router_metrics", "true"),
+    ("train.global_batch_size", "4"),
+]
+COMPILED = ["dp_shard2 ep=2", "dp_shard2 activation_checkpoint.mode=selective"]
+COMPILED_EXTRA = [
+    "dp_shard2 ep=2 activation_checkpoint.mode=full",
+    "dp_shard2 activation_checkpoint.mode=full",
+    "dp_shard2 activation_checkpoint.mode=budget activation_checkpoint.memory_budget=0.5",
+    "dp_shard2 lora.rank=3 activation_checkpoint.mode=selective",
+    "dp_shard2 lora.rank=2 ep=2",
+    "tp2",
+    "cp2",
+    "pp2",
+    "dp_shard2 precision.compute_dtype=float32",
+    "dp_shard2 ep=2 precision.compute_dtype=float32 activation_checkpoint.mode=full",
+]
+
+
+def step_results(overrides: Overrides, store: str) -> dict[str, torch.Tensor]:
+    """Return this rank's gradients, loads and sums of routers of a step."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(plan, this_rank())
+    step = built.train_step
+    step.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
+    params = dict(trainable_parameters(built.model_parts))
+    grads = {n: to_local(p.grad) for n, p in params.items() if p.grad is not None}
+    return grads | {str(i): sums for i, sums in enumerate(step.balance.reduce_loads())}
+
+
+def compiled_differences(jobs: list[Overrides], store: str, cache: str) -> list[tuple[float, str]]:
+    """Return the largest relative difference that torch.compile makes, and where.
+
+    The graphs run operator by operator, so that rounding is the same.
+    """
+    compile_: Any = torch.compile
+    torch.compile = partial(compile_, backend="aot_eager_decomp_partition")  # type: ignore[assignment]
+    results = []
+    for job in jobs:
+        plain = step_results(job, store)
+        torch.compiler.reset()
+        counters.clear()
+        enable = [("compile.enable", "true"), ("compile.cache_dir", cache)]
+        compiled = step_results([*job, *enable], store)
+        assert counters["stats"]["unique_graphs"] > 0
+        assert plain.keys() == compiled.keys()
+        errors = {
+            name: float((compiled[name] - x).abs().max() / x.abs().max().clamp(min=1e-12))
+            for name, x in plain.items()
+            if x.numel()
+        }
+        worst = max(errors, key=lambda name: errors[name])
+        results.append((errors[worst], worst))
+    return results
+
+
+def check_compiled(layouts: list[str], store: Path, cache: Path) -> None:
+    jobs = [[*MODEL, *BFLOAT16, *parse(layout)[1]] for layout in layouts]
+    args = [jobs, str(store), str(cache)]
+    for results in run_ranks(compiled_differences, 2, *args, timeout=500):
+        for layout, (error, name) in zip(layouts, results, strict=True):
+            assert error <= 1e-5, (layout, name, error)
+
+
+@pytest.mark.timeout(600)
+def test_compiled_experts_equal_eager_ones(store_path: Path, tmp_path: Path) -> None:
+    check_compiled(COMPILED, store_path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", COMPILED_EXTRA)
+def test_compiled_experts_with_other_techniques_equal_eager_ones(
+    layout: str, store_path: Path, tmp_path: Path
+) -> None:
+    check_compiled([layout], store_path, tmp_path)
 
 
 # --------------------------------------------------------------------------- training

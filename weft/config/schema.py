@@ -659,6 +659,9 @@ class MonitorSection(Section):
         "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
     )
     layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
+    router_metrics: bool = key(
+        False, "log load, entropy and effect of the load-balance bias of each router of experts"
+    )
     eval_prompts: tuple[Name, ...] = key(
         (),
         "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "

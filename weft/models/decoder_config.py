@@ -153,6 +153,12 @@ class DecoderConfig(Section):
     balance_rate: Annotated[float, Field(ge=0)] = key(
         0.001, "update of an expert's load-balance bias per step; 0: no load balancing"
     )
+    router_aux_loss_coef: NonNegativeFloat = key(
+        0.0, "coefficient of each layer's load-balance loss, which is 1 at equal loads; 0: no loss"
+    )
+    router_z_loss_coef: NonNegativeFloat = key(
+        0.0, "coefficient of each layer's router z-loss (ST-MoE); 0: no loss"
+    )
 
     # Multipliers.
     embedding_scale: PositiveFloat = key(1.0, "factor of the embeddings")

@@ -101,6 +101,8 @@ def _check_effect(errors: ConfigErrors, config: DecoderConfig) -> None:
         "router_bias": experts,
         "expert_biases": experts,
         "expert_limit": experts,
+        "router_aux_loss_coef": experts,
+        "router_z_loss_coef": experts,
     }
     for name, (has_effect, remedy) in requirements.items():
         if getattr(config, name) and not has_effect:

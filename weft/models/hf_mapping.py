@@ -79,7 +79,7 @@ IGNORED_FIELDS = {
     "label2id",
     "output_attentions",
     "output_hidden_states",
-    "output_router_logits",  # for a loss of load balance
+    "output_router_logits",  # see `_read_router_loss`
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
@@ -96,8 +96,10 @@ REMEDIES = {
 EXPERT_KEYS = (
     *("active_experts", "expert_dim", "shared_experts", "dense_layers", "expert_interval"),
     *("score", "score_selected", "renormalize", "route_scale", "expert_groups", "active_groups"),
-    *("scaled_expert_inputs", "router_bias", "expert_biases", "expert_limit", "balance_rate"),
+    *("scaled_expert_inputs", "router_bias", "expert_biases", "expert_limit"),
+    *("balance_rate", "router_aux_loss_coef", "router_z_loss_coef"),
 )
+TRAINING_KEYS = EXPERT_KEYS[-3:]  # do not change what a trained model computes
 
 
 def get_hf_mapping(family: Family) -> HFMapping:
@@ -208,7 +210,7 @@ def check_hf_config(family: Family, config: Any) -> list[ConfigError]:
             f"model.{key}", value, f"does not exist in a {mapping.name} of transformers", remedy
         )
         for key, value in expected.model_dump().items()
-        if key != "balance_rate" and getattr(result, key) != value
+        if key not in TRAINING_KEYS and getattr(result, key) != value
     ]
 
 
@@ -274,7 +276,7 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     hf_config = {mapping.aliases.get(name, name): value for name, value in hf_config.items()}
     given = {name: value for name, value in hf_config.items() if value is not None}
     fields: Json = {**mapping.constants}
-    range_errors = list(_check_numbers(mapping, given))
+    range_errors = [*_check_numbers(mapping, given), *_check_router_loss(given)]
     invalid = {name for name, *_ in range_errors}
     field_errors = list(_read_fields(mapping, hf_config, invalid, fields))
     found = [
@@ -292,6 +294,11 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     config: Any = None
     if not config_errors and not any(value is MISSING for _, value, *_ in found):
         config = family.config.model_validate(fields)
+        if given.get("output_router_logits") and not range_errors:
+            # transformers' loss is a mean over layers; of equal loads it is the active experts.
+            scale = config.active_experts / max(1, config.num_moe_layers)
+            coef = {"router_aux_loss_coef": scale * given["router_aux_loss_coef"]}
+            config = config.model_copy(update=coef)
         if "num_hidden_layers" not in invalid:
             config = _reset_unused(config)
         config_errors = family.check(config)
@@ -369,6 +376,13 @@ def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
         value = given.get(name, MISSING)
         if value != only and (name in exact or name in given):
             yield name, value, f"must be {json.dumps(only)}"
+
+
+def _check_router_loss(given: Json) -> Iterator[Problem]:
+    """Yield an error if transformers would add a load-balance loss of no valid size."""
+    name, value = "router_aux_loss_coef", given.get("router_aux_loss_coef", MISSING)
+    if given.get("output_router_logits") and not _is_within(value, FACTOR._replace(least=0.0)):
+        yield name, value, *_describe_limits(FACTOR._replace(least=0.0))
 
 
 def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:

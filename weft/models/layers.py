@@ -137,8 +137,9 @@ class FeedForward(nn.Module):
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
     """Apply a separate linear layer to each group of consecutive rows.
 
-    In bfloat16 with widths that allow 16-byte loads, this is one kernel.  Otherwise it is one
-    product per group, and the host waits for the group sizes.
+    In bfloat16 this is one kernel.  It reads 16 bytes at a time, so other widths are padded, which
+    copies the weights.  In other dtypes, which PyTorch cannot trace, it is one product per group,
+    and the host waits for the group sizes.
 
     Args:
         x_RD: ``[R, D]``.
@@ -148,9 +149,13 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
     Returns:
         ``[R, F]`` in the dtype of ``x_RD``.
     """
-    if _is_one_kernel(x_RD, *weight_EFD.shape[1:]):
+    if x_RD.dtype == torch.bfloat16 and len(x_RD):
+        width = weight_EFD.shape[1]
+        pad_F, pad_D = (-size % 8 for size in weight_EFD.shape[1:])
+        if pad_F or pad_D:
+            weight_EFD, x_RD = F.pad(weight_EFD, (0, pad_D, 0, pad_F)), F.pad(x_RD, (0, pad_D))
         out_RF: Tensor = F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=_ends(counts_E))
-        return out_RF
+        return out_RF[:, :width] if pad_F else out_RF
     groups = torch.split(x_RD, group_sizes(counts_E, len(x_RD)))
     return torch.cat(
         [F.linear(rows_RD, matrix) for rows_RD, matrix in zip(groups, weight_EFD, strict=True)]
@@ -186,16 +191,16 @@ def weight_gradient(x: Tensor, grad: Tensor, counts_E: Tensor | None = None) -> 
     """
     if counts_E is None:
         return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-    if _is_one_kernel(x, x.shape[1], grad.shape[1]):
+    if x.dtype == torch.bfloat16 and len(x):
+        widths = grad.shape[1], x.shape[1]
+        pads = [-width % 8 for width in widths]
+        if any(pads):
+            grad, x = F.pad(grad, (0, pads[0])), F.pad(x, (0, pads[1]))
         grad_EFD: Tensor = F.grouped_mm(grad.t(), x, offs=_ends(counts_E))
-        return grad_EFD
+        return grad_EFD[:, : widths[0], : widths[1]] if any(pads) else grad_EFD
     sizes = group_sizes(counts_E, len(x))
     groups = zip(torch.split(grad, sizes), torch.split(x, sizes), strict=True)
     return torch.stack([rows_RF.t() @ rows_RD for rows_RF, rows_RD in groups])
-
-
-def _is_one_kernel(x_RD: Tensor, *widths: int) -> bool:
-    return x_RD.dtype == torch.bfloat16 and len(x_RD) > 0 and not any(w % 8 for w in widths)
 
 
 def _ends(counts_E: Tensor) -> Tensor:

@@ -19,10 +19,18 @@ optimizer step, `weft.optim.balance` moves the bias by a fixed ``balance_rate`` 
 the expert's load error over the global batch (Wang et al., arXiv:2408.15664).  The bias is a
 buffer: checkpoints contain it, the optimizer does not.
 
+*Losses of the router* do change the gradient, and are off by default.  For the logits l of a
+sequence's tokens t, their probabilities p, and the load f_e of expert e over the mean load:
+
+    load balance   sum_e f_e mean_t p_te       DeepSeek-V3, equations 17 to 20
+    z              mean_t logsumexp(l_t)^2     ST-MoE (arXiv:2202.08906), equation 5
+
+A loss is the mean over the sequences of the global batch, so that no layout changes it: fractions
+of a microbatch, as in Switch Transformer, would depend on its size.  `AddLoss` adds the gradients
+in backward.  The loss of the model remains the cross-entropy.
+
 *No token is dropped.*  Tokens are sorted by expert and pass through grouped matrix products of any
 group size (`grouped_linear`).
-
-Not implemented: DeepSeek's sequence-wise auxiliary loss.
 
 The module is single-device code.  `weft.parallel.expert_parallel` shards experts over ranks.
 
@@ -34,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,13 +60,38 @@ from weft.models.layers import (
 SWISH_SCALE = 1.702  # of the gate in gpt-oss's activation
 
 
+class RouterStep(NamedTuple):
+    """Sums of a router over a training step.
+
+    Attributes:
+        loads_E: int64, tokens of each expert.
+        sums_M: float32, sums over sequences of the means over their tokens: load-balance loss,
+            z-loss, entropy of the probabilities in nats, and fraction of tokens whose experts the
+            bias changed.  None: only losses are computed, if there are any.
+        loss_scale: float32 scalar, weight of a sequence in the losses of the step.
+        add: adds the second tensor to the first, except in a recomputation.
+    """
+
+    loads_E: Tensor
+    sums_M: Tensor | None
+    loss_scale: Tensor
+    add: Callable[[Tensor, Tensor], None]
+
+
 class Router(nn.Module):
     """Selects the experts of each token, and their weights.
 
-    ``expert_bias``: float32 ``[E]``, added to the scores for selection only.
+    Attributes:
+        expert_bias: float32 ``[E]``, added to the scores for selection only.
+        step: None outside of training.
+        sequence_shards: ranks that share each sequence.
+        sum_over_shards: sums a tensor over them; None: there are no others.
     """
 
     expert_bias: Tensor
+    step: RouterStep | None = None
+    sequence_shards = 1
+    sum_over_shards: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -68,6 +101,11 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
         self.register_buffer("expert_bias", torch.zeros(config.num_experts))
 
+    @property
+    def has_losses(self) -> bool:
+        """Return True if the router has a loss."""
+        return self.config.router_aux_loss_coef + self.config.router_z_loss_coef > 0
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # Stays float32 under ``model.to(bfloat16)``: its updates are below bfloat16's resolution.
         fp32_bias = self.expert_bias
@@ -76,7 +114,7 @@ class Router(nn.Module):
             self.expert_bias = fp32_bias.to(self.expert_bias.device)
         return self
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_ND: Tensor, num_sequences: int = 1) -> tuple[Tensor, Tensor]:
         """Return the selected experts, int64 ``[N, A]``, and their float32 weights."""
         config = self.config
         bias_E = None if self.bias is None else self.bias.float()
@@ -84,16 +122,46 @@ class Router(nn.Module):
         scores_NE = logits_NE
         if not config.score_selected:
             scores_NE = self._score(logits_NE)
-        biased_NE = scores_NE.detach() + self.expert_bias
-        if config.expert_groups > 1:
-            biased_NE = self._exclude_groups(biased_NE)
-        chosen_NA = biased_NE.topk(config.active_experts, dim=1).indices
+        chosen_NA = self._choose(scores_NE.detach() + self.expert_bias)
         weights_NA = scores_NE.gather(1, chosen_NA)
         if config.score_selected:
             weights_NA = self._score(weights_NA)
         elif config.renormalize:
             weights_NA = weights_NA / weights_NA.sum(1, keepdim=True)
-        return chosen_NA, weights_NA * config.route_scale
+        weights_NA = weights_NA * config.route_scale
+        if self.step is not None and self.step.sums_M is not None and torch.is_grad_enabled():
+            loss, sums_M = self._losses(logits_NE, scores_NE, chosen_NA, num_sequences)
+            self.step.add(self.step.sums_M, sums_M)
+            weights_NA = run_function(AddLoss, weights_NA, loss, self.step.loss_scale)
+        return chosen_NA, weights_NA
+
+    def _choose(self, biased_NE: Tensor) -> Tensor:
+        if self.config.expert_groups > 1:
+            biased_NE = self._exclude_groups(biased_NE)
+        return biased_NE.topk(self.config.active_experts, dim=1).indices
+
+    def _losses(
+        self, logits_NE: Tensor, scores_NE: Tensor, chosen_NA: Tensor, num_sequences: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum over sequences of the router's losses, and `RouterStep.sums_M`."""
+        config = self.config
+        num_tokens = len(logits_NE) // num_sequences * self.sequence_shards
+        if config.score_selected:
+            scores_NE = self._score(logits_NE)
+        probs_NE = scores_NE / scores_NE.sum(1, keepdim=True)
+        chosen_NE = torch.zeros_like(scores_NE).scatter(1, chosen_NA, 1.0)
+        unbiased_NA = self._choose(scores_NE.detach())
+        loads_BE = chosen_NE.view(num_sequences, -1, config.num_experts).sum(1)
+        if self.sum_over_shards is not None:
+            loads_BE = self.sum_over_shards(loads_BE)
+        loads_BE = loads_BE * (config.num_experts / config.active_experts / num_tokens)
+        probs_BE = probs_NE.view(num_sequences, -1, config.num_experts).sum(1)
+        balance, z = (loads_BE * probs_BE).sum(), logits_NE.logsumexp(1).square().sum()
+        entropy = torch.special.entr(probs_NE.detach()).sum()
+        num_changed = (chosen_NE.gather(1, unbiased_NA) == 0).any(1).sum()
+        sums_M = torch.stack((balance.detach(), z.detach(), entropy, num_changed)) / num_tokens
+        loss = balance * config.router_aux_loss_coef + z * config.router_z_loss_coef
+        return loss / num_tokens, sums_M
 
     def _score(self, logits: Tensor) -> Tensor:
         return logits.softmax(1) if self.config.score == "softmax" else logits.sigmoid()
@@ -164,16 +232,18 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``."""
         x_ND = x_BTD.flatten(0, 1)
-        chosen_NA, weights_NA = self.router(x_ND)
+        chosen_NA, weights_NA = self.router(x_ND, len(x_BTD))
         experts_E = torch.arange(self.router.config.num_experts, device=x_ND.device)
         # Stable, so that each expert's tokens keep their order.
         sorted_R, order_R = chosen_NA.flatten().sort(stable=True)
         ends_E = torch.searchsorted(sorted_R, experts_E, right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        if (step := self.router.step) is not None and torch.is_grad_enabled():
+            step.add(step.loads_E, counts_E)
         inverse_R = torch.empty_like(order_R).scatter_(
             0, order_R, torch.arange(len(order_R), device=order_R.device)
         )
-        tokens_RD = run_function(Unpermute, x_ND, order_R, inverse_R)
+        tokens_RD = run_function(Permute, x_ND, order_R, inverse_R)
         if self.scales_inputs:
             scales_R = run_function(Permute, weights_NA.flatten(), order_R, inverse_R)
             tokens_RD = tokens_RD * scales_R.unsqueeze(1).to(x_ND.dtype)
@@ -188,43 +258,43 @@ class MoE(nn.Module):
 
 
 class Permute(torch.autograd.Function):
-    """``x[order]`` with a backward pass that is also a lookup.
+    """Look up each row A times, with a backward pass that is also a lookup.
 
-    Autograd's own backward would sum rows in nondeterministic order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        """Return ``x_RD[order_R]``; ``inverse_R`` is the inverse permutation."""
-        ctx.save_for_backward(inverse_R)
-        return x_RD[order_R]
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient in the order of the input."""
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RD[inverse_R], None, None
-
-
-class Unpermute(torch.autograd.Function):
-    """Copy each token's row to its experts, sorted by expert.
-
-    The backward pass sums gradients in the order of a token's selections.
+    Autograd's own backward would sum rows in nondeterministic order.  This one sums the gradients
+    of a row in the order of its copies.
     """
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        """Copy token ``order_R[r] // A`` to row r; ``inverse_R`` inverts ``order_R``."""
+        """Return row ``order_R[r] // A`` for each r; ``inverse_R`` inverts ``order_R``."""
         ctx.save_for_backward(inverse_R)
-        ctx.active = len(order_R) // max(1, len(x_ND))
-        return x_ND[order_R // ctx.active]
+        ctx.active = len(order_R) // max(1, len(x_ND)) or 1
+        return x_ND[order_R if ctx.active == 1 else order_R // ctx.active]
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of each token, summed over its experts."""
+        """Return the gradient of the input."""
         (inverse_R,) = ctx.saved_tensors
         grad_RD = grad_RD[inverse_R]
-        return grad_RD.view(-1, ctx.active, grad_RD.shape[1]).sum(1), None, None
+        if ctx.active != 1:
+            grad_RD = grad_RD.view(-1, ctx.active, grad_RD.shape[1]).sum(1)
+        return grad_RD, None, None
+
+
+class AddLoss(torch.autograd.Function):
+    """Return the first input; backward adds ``loss * scale`` to the loss of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        """Return ``x``; ``loss`` and ``scale`` are scalars."""
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradient of ``x``, and that of the loss, its scale."""
+        (scale,) = ctx.saved_tensors
+        return grad, scale.clone(), None
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:

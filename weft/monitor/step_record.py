@@ -104,6 +104,9 @@ class StepRecord:
     ranks: dict[str, dict[str, float]] | None = None
     layer_grad_norms: dict[str, float] | None = None  # L2 norm of each layer, before clipping
     moe_max_load: float | None = None  # tokens of the most loaded expert over the mean, worst layer
+    # Of routers: the means of their losses over the layers, which are not part of ``loss``, and
+    # each metric of each layer: see `ROUTER_METRICS`.
+    router_metrics: dict[str, float] | None = None
     loss_by_source: dict[str, float] | None = None  # mean of each source since the last record
     eval_loss_by_source: dict[str, float] | None = None  # validation loss of each source
     # Further values of the objective, means since the last record.
@@ -163,6 +166,7 @@ class StepRecord:
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
         for name, prefix in KEY_PREFIXES.items():
             record |= {f"{prefix}/{key}": value for key, value in record.pop(name, {}).items()}
+        record |= record.pop("router_metrics", {})
         return dict(only_finite(record))
 
 
@@ -172,6 +176,13 @@ KEY_PREFIXES = {
     "eval_loss_by_source": "eval_loss",
     "layer_grad_norms": "grad_norm",
 }
+
+# Of each layer with experts: load of the most loaded expert over the mean; load-balance loss (1:
+# equal loads) and z-loss, see `weft.models.moe`; entropy of the probabilities in nats; fraction of
+# tokens whose experts the load-balance bias changed.
+ROUTER_METRICS = (
+    *("moe_max_load", "router_aux_loss", "router_z_loss", "router_entropy", "router_bias_effect"),
+)
 
 # Names of keys in trackers, grouped as users expect; a nested value appends its own name.
 TRACKER_NAMES = {
@@ -189,13 +200,14 @@ TRACKER_NAMES = {
     "mfu": "speed/mfu",
     "mfu_causal": "speed/mfu_causal",
     "memory_peak_gib": "memory/peak_gib",
-    "moe_max_load": "train/moe_max_load",
     "ranks": "ranks",
     "metrics": "train",
     "eval_metrics": "eval",
     "loss/": "train/loss/",
     "eval_loss/": "eval/loss/",
     "grad_norm/": "grad_norm/",
+    **{name: f"train/{name}" for name in ROUTER_METRICS},
+    **{f"{name}/": f"{name}/" for name in ROUTER_METRICS},
 }
 
 
@@ -215,3 +227,25 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _flatten(f"{name}/{key}", nested)
     elif value is not None:
         yield name, value
+
+
+def router_fields(layers: Sequence[str], values: Sequence[float], by_layer: bool) -> dict[str, Any]:
+    """Return the fields of a `StepRecord` about routers.
+
+    Args:
+        layers: names of the layers with experts.
+        values: `ROUTER_METRICS` of each layer; zeros if only loads are known.
+        by_layer: True if each layer is recorded.
+    """
+    if not values:
+        return {}
+    columns = {name: values[i :: len(ROUTER_METRICS)] for i, name in enumerate(ROUTER_METRICS)}
+    losses = {k: statistics.mean(v) for k, v in columns.items() if k.endswith("_loss") and any(v)}
+    layer_metrics = {
+        f"{name}/{layer}": value
+        for name, column in columns.items()
+        for layer, value in zip(layers, column, strict=True)
+        if by_layer
+    }
+    max_load = max(columns["moe_max_load"])
+    return {"moe_max_load": max_load, "router_metrics": (losses | layer_metrics) or None}

@@ -1,27 +1,37 @@
-"""Expert load balancing without an auxiliary loss; see `weft.models.moe`.
+"""Expert load balancing by biases, and metrics of routers; see `weft.models.moe`.
 
 After each optimizer step every expert's bias moves by a fixed rate: up if fewer tokens than its
 layer's mean selected it, down if more did (Wang et al., arXiv:2408.15664, algorithm 1).  The tokens
 are those of the global batch, for any split into ranks and microbatches.  Counts are integers, so
 their sums do not depend on the order, and every layout computes the same biases.
+
+Shapes: L layers with experts on this rank, E experts, M sums of `weft.models.moe.RouterStep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.models.moe import RouterStep
 from weft.parallel.mesh import Mesh
-from weft.parallel.private import is_in_backward
+from weft.parallel.private import add_in_forward
+
+NUM_METRICS = 5  # of each layer: see `ExpertBalancer.layer_metrics`
 
 
 class ExpertBalancer:
-    """Loads of the experts on this rank's model parts, and their biases."""
+    """Loads of the experts on this rank's model parts, and their biases.
+
+    Attributes:
+        layers: names of all layers with experts, also on other pipeline stages.
+        loads_LE: int64, tokens of each expert: of this rank, then summed over ranks.
+    """
 
     def __init__(
         self,
@@ -30,35 +40,59 @@ class ExpertBalancer:
         rate: float,
         mesh: Mesh,
         device: torch.device,
+        measures: bool = False,
     ) -> None:
-        """Register a counter on every router.
+        """Give every router its counters; a collective over pipeline stages.
 
         Args:
             model_parts: this rank's parts of the model.
             moe_layers: returns a part's layers with experts; None: the family has none.
             rate: update of a bias per step.
-            mesh: mesh over which token counts are summed.
+            mesh: mesh over which counts are summed.
             device: device of the counts.
+            measures: compute the metrics of routers, also if they have no losses.
         """
-        layers = [layer for part in model_parts for layer in moe_layers(part)] if moe_layers else []
-        self._routers = [layer.router for layer in layers]
         self._rate, self._mesh = rate, mesh
-        self.has_experts = moe_layers is not None
+        layers = [layer for part in model_parts for layer in moe_layers(part)] if moe_layers else []
+        names = {m: name for part in model_parts for name, m in part.named_modules()}
+        local_names = [names[layer].rpartition(".")[0] for layer in layers]
+        self._routers = [layer.router for layer in layers]
+        pp_group = mesh.get_group("pp")
+        self._pp_group = pp_group if moe_layers and pp_group.size() > 1 else None
+        stages: list[Any] = [local_names]
+        if self._pp_group is not None:
+            stages *= self._pp_group.size()
+            dist.all_gather_object(stages, local_names, self._pp_group)
+        self.layers = sorted(chain(*stages), key=lambda name: (len(name), name))
+        rows = [self.layers.index(name) for name in local_names]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
         experts = self._routers[0].expert_bias.numel() if layers else 0
-        # Tokens per layer and expert: of this rank, then summed over ranks.
         self.loads_LE = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
-        for loads_E, router in zip(self.loads_LE, self._routers, strict=True):
-            router.register_forward_hook(partial(_count_load, loads_E))
+        self._sums_LM = torch.zeros(len(layers), NUM_METRICS - 1, device=device)
+        self._has_sums = measures or any(router.has_losses for router in self._routers)
+        self._num_sequences, self._loss_scale = torch.ones(2, device=device)
+        for i, router in enumerate(self._routers):
+            sums_M = self._sums_LM[i] if self._has_sums else None
+            router.step = RouterStep(self.loads_LE[i], sums_M, self._loss_scale, add_in_forward)
 
-    def reset(self) -> None:
-        """Reset the loads at the start of a global batch."""
+    def reset(self, num_sequences: Tensor, num_copies: int) -> None:
+        """Begin a global batch.
+
+        Args:
+            num_sequences: of the global batch, a scalar.
+            num_copies: ranks that route the same tokens, whose gradients are summed.
+        """
         self.loads_LE.zero_()
+        self._sums_LM.zero_()
+        self._num_sequences.copy_(num_sequences.clamp(min=1))
+        self._loss_scale.copy_(1 / (self._num_sequences * num_copies))
 
     def reduce_loads(self) -> list[Tensor]:
-        """Sum the loads over all ranks in place; return them (no tensor, or one)."""
+        """Sum the loads over all ranks in place; return them, and further sums, if any."""
         if not self._routers:
             return []
-        return [self._mesh.all_reduce_dp_cp(self.loads_LE)]
+        sums = [self.loads_LE, self._sums_LM] if self._has_sums else [self.loads_LE]
+        return [self._mesh.all_reduce_dp_cp(each) for each in sums]
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
@@ -71,32 +105,20 @@ class ExpertBalancer:
             moves_LE = moves_LE.masked_fill(skip, 0.0)
         torch._foreach_add_([router.expert_bias for router in self._routers], list(moves_LE))
 
-    def max_load_ratio(self, pp_group: dist.ProcessGroup | None) -> Tensor:
-        """Return the maximum load over the mean load, of the most unbalanced layer.
-
-        Args:
-            pp_group: pipeline-parallel group; None without pipeline parallelism.
+    def layer_metrics(self) -> Tensor:
+        """Return metrics of each of ``layers``; a collective over pipeline stages.
 
         Returns:
-            A float32 tensor of one element on the device, equal on all ranks of a pipeline; of no
-            element without experts.
+            Float32 (layers, 5) on the device: the maximum of the loads over their mean, and the
+            means of `RouterStep.sums_M` over the global batch, or zeros.
         """
-        if not self.has_experts:
-            return torch.empty(0, device=self.loads_LE.device)
-        max_ratio = torch.zeros((), device=self.loads_LE.device)
-        if self._routers:  # a stage can be without experts
+        shape = len(self.layers), NUM_METRICS
+        table = torch.zeros(shape, device=self.loads_LE.device)
+        if self._routers:
             loads_LE = self.loads_LE.float()
-            max_ratio = (loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)).amax()
-        if pp_group is not None:
-            dist.all_reduce(max_ratio, dist.ReduceOp.MAX, pp_group)
-        return max_ratio.view(1)
-
-
-def _count_load(
-    loads_E: Tensor, router: nn.Module, args: Any, output: tuple[Tensor, Tensor]
-) -> None:
-    """Add the selections of a router to the loads of its layer, as a forward hook."""
-    # Evaluation and recomputation in backward do not count.
-    if torch.is_grad_enabled() and not is_in_backward():
-        chosen = output[0].flatten()
-        loads_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+            max_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)
+            means_LM = self._sums_LM / self._num_sequences
+            table.index_copy_(0, self._rows, torch.cat((max_L.unsqueeze(1), means_LM), dim=1))
+        if self._pp_group is not None:
+            dist.all_reduce(table, group=self._pp_group)
+        return table

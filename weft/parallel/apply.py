@@ -96,7 +96,10 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if mesh.expert_mesh is not None:
         from weft.parallel.expert_parallel import apply_expert_parallel
 
-        apply_expert_parallel([layer.experts for layer in moe_layers], mesh.expert_mesh)
+        experts = [layer.experts for layer in moe_layers]
+        if plan.compiles_experts:  # for any number of rows
+            apply_compile(experts, job.compile.cache_dir, fullgraph=False, dynamic=True)
+        apply_expert_parallel(experts, mesh.expert_mesh)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
     _add_adapter_dropout(model, blocks, plan)
     if mesh.cp_group is not None:
@@ -113,13 +116,13 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
         defer_weight_gradients(model)
 
     fullgraph = not plan.has_graph_breaks
-    if plan.is_compiled:
+    # Before activation checkpointing, because dynamo skips a checkpointed function whose graph
+    # breaks.  So the recomputation repeats the compiled code of a block.
+    if plan.is_compiled and not fullgraph:
         for layer in moe_layers:
-            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
-        # Before activation checkpointing, because dynamo skips a checkpointed function whose graph
-        # breaks.  So the recomputation repeats the compiled code of a block.
-        if not fullgraph:
-            _compile_blocks(blocks, plan, fullgraph)
+            if plan.ep > 1 or not plan.compiles_experts:
+                layer.experts.forward = torch.compiler.disable(layer.experts.forward)  # type: ignore[no-untyped-call]
+        _compile_blocks(blocks, plan, fullgraph)
 
     # Before FSDP, which then gathers the parameters for the recomputation.
     apply_activation_checkpoint(blocks, job.activation_checkpoint, plan.is_compiled)
@@ -202,10 +205,10 @@ def _shard_tensors(
 
 
 def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:
-    apply_compile(blocks, plan.job.compile.cache_dir, fullgraph)
+    apply_compile(blocks, plan.job.compile.cache_dir, fullgraph=fullgraph)
     for block in blocks:
         tap_compiled_block(block)
-    if plan.tp > 1:
+    if plan.tp > 1 or plan.ep > 1:
         from weft.parallel.tensor_parallel import materialize_local_weights
 
         for block in blocks:

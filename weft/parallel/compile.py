@@ -3,9 +3,9 @@
 All blocks are alike, so torch.compile compiles one and reuses the result for all others: 126 blocks
 compile as fast as one, while a graph of the full model would grow with depth.  A block's forward
 pass, with its recomputation (`weft.parallel.activation_checkpoint`), becomes one graph without
-breaks.  Context parallelism and experts break it; then each part is a graph, and the recomputation
-repeats the parts.  FSDP's hooks stay outside.  `compile.cache_dir` keeps compiled code for the next
-start.
+breaks.  Context parallelism, the exchange of expert parallelism and experts in float32 break it;
+then each part is a graph, and the recomputation repeats the parts.  FSDP's hooks stay outside.
+`compile.cache_dir` keeps compiled code for the next start.
 """
 
 from __future__ import annotations
@@ -29,17 +29,23 @@ from weft.parallel.private import (
 )
 
 
-def apply_compile(blocks: Sequence[nn.Module], cache_dir: str, fullgraph: bool = True) -> None:
+def apply_compile(
+    blocks: Sequence[nn.Module],
+    cache_dir: str,
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+) -> None:
     """Compile each block's forward in place; the compiler runs at its first call.
 
     Args:
         blocks: modules of one class, which share the compiled code.
         cache_dir: directory for compiled code.
         fullgraph: fail at a graph break.
+        dynamic: compile for sizes that change; None: once one has changed.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache_dir).expanduser())
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=fullgraph)
+        block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=dynamic)
 
 
 NO_GRAPH_CAPTURED = (

@@ -53,7 +53,7 @@ from weft.parallel.block_attention import (
     empty_float32,
     merge_block,
 )
-from weft.parallel.collectives import with_adjoint
+from weft.parallel.collectives import all_reduce, with_adjoint
 from weft.parallel.private import all_gather, reduce_scatter
 from weft.parallel.token_split import (
     LoadBalance,
@@ -121,6 +121,10 @@ def apply_context_parallel(
             disable: Any = torch.compiler.disable
             attend = disable(attend, reason="communicates asynchronously")
         module.attend = attend
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "sum_over_shards")]
+    for router in routers:
+        router.sum_over_shards = lambda x: all_reduce(x, group)
+        router.sequence_shards = group.size()
     if hasattr(model, "mask"):
         decoder: Any = model
         decoder.mask = partial(_local_mask, decoder.mask if method == "ulysses" else None)

@@ -648,6 +648,16 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@torch.library.custom_op("weft::add_in_forward", mutates_args=("total",))
+def add_in_forward(total: Tensor, value: Tensor) -> None:
+    """Add a value to a total in place, but not when activations are computed again.
+
+    An operator, because torch.compile traces a call of it without its condition.
+    """
+    if not is_in_backward():
+        total.add_(value)
+
+
 @contextmanager
 def wrap_collectives(make_context: ContextFactory) -> Iterator[None]:
     """Run each collective that Python starts, and each wait, in a context.

@@ -17,7 +17,7 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.reader import check_section, read_job
 from weft.config.schema import Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
-from weft.models.hf_mapping import detect_family, from_hf_config
+from weft.models.hf_mapping import TRAINING_KEYS, detect_family, from_hf_config
 
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
 PATH_REMEDY = (
@@ -122,7 +122,7 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     elif not is_named:
         return job, errors
     else:
-        fields = section.overrides()
+        fields = {k: v for k, v in section.overrides().items() if k not in TRAINING_KEYS}
         if fields and fields != NO_MTP and not _is_complete(section):
             for name, value in fields.items():
                 rule = "cannot be set beside model.path, which decides it"
@@ -138,7 +138,8 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
                 section = ModelSection.model_validate(read.model_dump() | fields)
     if errors:
         return job, errors
-    changes: dict[str, dict[str, Any]] = {"model": section.model_dump()}
+    training = {k: v for k, v in job.model.overrides().items() if k in TRAINING_KEYS}
+    changes: dict[str, dict[str, Any]] = {"model": section.model_dump() | training}
     if job.data.trains_tokenizer:
         changes["data"] = {"tokenizer": str(directory.absolute() / "tokenizer.json")}
     return replace(job, **changes), errors

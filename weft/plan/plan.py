@@ -235,10 +235,20 @@ class Plan:
     def has_graph_breaks(self) -> bool:
         """Return True if torch.compile captures a block in parts.
 
-        Dynamo cannot trace the collectives of context parallelism, nor expert groups whose sizes
-        depend on the tokens.
+        Dynamo cannot trace the collectives of context parallelism, nor an exchange of rows whose
+        number depends on the tokens, nor experts if `compiles_experts` is False.
         """
-        return self.cp > 1 or self.family.moe_layers is not None
+        has_experts = self.family.moe_layers is not None
+        return self.cp > 1 or self.ep > 1 or (has_experts and not self.compiles_experts)
+
+    @property
+    def compiles_experts(self) -> bool:
+        """Return True if torch.compile captures experts: in bfloat16, with whole backward passes.
+
+        PyTorch cannot trace grouped products of other dtypes.  Taps need the shapes of inputs (see
+        `weft.parallel.weight_gradients`), which for experts depend on the tokens.
+        """
+        return self.is_compiled and self.compute_dtype == "bfloat16" and not self.splits_backward
 
     @property
     def lora_rank(self) -> int:

@@ -15,6 +15,7 @@ from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import ParallelDims, divisors, format_choices, nearest_divisors
+from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
 from weft.plan.shard_sizes import chunk_range, query_heads
 
@@ -22,11 +23,20 @@ MAX_PROFILED_STEPS = 20
 
 
 def check_sections(
-    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+    errors: ConfigErrors,
+    job: Job,
+    model: Any,
+    family: Family,
+    degrees: ParallelDims,
+    compute_dtype: str,
 ) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
-    _check_activation_checkpoint(errors, job, family)
+    schedule = SCHEDULES.get(job.pipeline.schedule)
+    splits_backward = degrees.pp > 1 and schedule is not None and schedule.splits_backward
+    compiles_experts = compute_dtype == "bfloat16" and not splits_backward
+    has_one_graph = family.moe_layers is None or compiles_experts
+    _check_activation_checkpoint(errors, job, has_one_graph)
     _check_objective(errors, job)
     _check_mtp(errors, job, model)
     if job.train.epochs and job.train.steps != "auto":
@@ -189,7 +199,7 @@ def _uses_flex_attention(job: Job, model: Any, cp: int) -> bool:
     )
 
 
-def _check_activation_checkpoint(errors: ConfigErrors, job: Job, family: Family) -> None:
+def _check_activation_checkpoint(errors: ConfigErrors, job: Job, has_one_graph: bool) -> None:
     key, mode = "activation_checkpoint.mode", job.activation_checkpoint.mode
     if not job.compile.enable:
         return
@@ -197,11 +207,15 @@ def _check_activation_checkpoint(errors: ConfigErrors, job: Job, family: Family)
         rule = "has no effect: the compiler applies one budget to all blocks"
         every = "activation_checkpoint.every_n_layers"
         errors.add(every, rule, "use 1", (key, "compile.enable"))
-    if mode == "selective" and (job.parallel.cp > 1 or family.moe_layers is not None):
+    if mode == "selective" and not (has_one_graph and job.parallel.cp == job.parallel.ep == 1):
         # Selection inspects operators; a graph that breaks hides those of its parts.
-        rule = "does not work with compile.enable if parallel.cp or experts break a block's graph"
+        rule = (
+            "does not work with compile.enable if parallel.cp, parallel.ep or experts (in float32, "
+            "or with a schedule that computes weight gradients later) break a block's graph"
+        )
         remedy = "use full, none or budget, or compile.enable=false"
-        errors.add(key, rule, remedy, ("compile.enable", "parallel.cp", "model.kind"))
+        depends = ("parallel.cp", "parallel.ep", "precision.compute_dtype", "model.kind")
+        errors.add(key, rule, remedy, ("compile.enable", *depends))
 
 
 def _check_objective(errors: ConfigErrors, job: Job) -> None:

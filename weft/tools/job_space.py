@@ -150,6 +150,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
             *("shared_experts", "dense_layers", "expert_interval", "score", "score_selected"),
             *("renormalize", "route_scale", "scaled_expert_inputs", "router_bias"),
             *("expert_biases", "expert_limit", "balance_rate"),
+            *("router_aux_loss_coef", "router_z_loss_coef"),
         )
     },
     "train.mtp_weight": {"model.mtp_layers": "1"},

@@ -29,7 +29,7 @@ from weft.monitor.jsonl import Tail, add_anomalies, read_tail
 from weft.monitor.layer_stats import LayerGradNorms, LayerStats
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.spans import flush_spans
-from weft.monitor.step_record import StepRecord, rank_stats
+from weft.monitor.step_record import StepRecord, rank_stats, router_fields
 from weft.monitor.step_timer import StepTimer, enter_phase
 from weft.monitor.stragglers import Probe, StragglerDetector, gather_rows
 from weft.monitor.trackers import Sink, open_sinks
@@ -115,7 +115,6 @@ class MetricLogger:
         self._layer_stats, self._train_step = layer_stats, built.train_step
         self._path = plan.run_path / "metrics.jsonl"
         self._coordinates = built.mesh.coordinates["pp"], built.mesh.coordinates["cp"]
-        self._pp_group = built.mesh.get_group("pp") if plan.pp > 1 else None
         self._layer_grad_norms: LayerGradNorms | None = None
         if plan.job.monitor.layer_grad_norms:
             blocks = plan.family.blocks
@@ -131,8 +130,8 @@ class MetricLogger:
         self._predicted = read_prediction(plan.run_path)
         self._new_anomalies: list[dict[str, Any]] = []  # not recorded yet
         self._recorded_anomalies: list[dict[str, Any]] = []  # of steps that may be repeated
-        # Of the logged step, on the device: maximum load of experts, norms of layers; or empty.
-        self._max_load = self._layer_norms = torch.empty(0, device=rank.device)
+        # Of the logged step, on the device: metrics of routers, norms of layers; or empty.
+        self._routers = self._layer_norms = torch.empty(0, device=rank.device)
         self._stack = ExitStack()
         self._sinks: list[Sink] = []
 
@@ -186,7 +185,7 @@ class MetricLogger:
     def record_grad_norms(self, step: int, will_log: bool) -> None:
         """Measure gradients before they are clipped; a collective if the step is recorded."""
         if will_log:
-            self._max_load = self._train_step.balance.max_load_ratio(self._pp_group)
+            self._routers = self._train_step.balance.layer_metrics()
         if will_log and self._layer_grad_norms is not None:
             self._layer_norms = self._layer_grad_norms.compute_norms()
         self._layer_stats.record_gradients(step)
@@ -223,15 +222,16 @@ class MetricLogger:
         fault_point("record")
         flush_spans()
         probe = Probe(device) if device.type == "cuda" else None
-        (loss, grad_norm), max_load, layer_norms, source_means, metric_means = detector.wait(
+        (loss, grad_norm), routers, layer_norms, source_means, metric_means = detector.wait(
             loss_and_norm,
-            self._max_load,
+            self._routers.flatten(),
             self._layer_norms,
             self._sources.take_means(),
             self._metrics.take_means(),
         )
         enter_phase("log")
         fault_point("tell")
+        layers = self._train_step.balance.layers
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
         times = self._timer.measure()
         record_step_seconds(times.step)
@@ -267,7 +267,7 @@ class MetricLogger:
             predicted_memory_gib=self._predicted.get("memory_gib"),
             predicted_step_seconds=self._predicted.get("step_seconds"),
             ranks=rank_stats(table),
-            moe_max_load=max_load[0] if max_load else None,
+            **router_fields(layers, routers, plan.job.monitor.router_metrics),
             layer_grad_norms=dict(zip(layer_names, layer_norms, strict=True)) or None,
             loss_by_source=self._sources.by_name(source_means),
             metrics=self._metrics.by_name(metric_means),

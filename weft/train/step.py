@@ -132,7 +132,8 @@ class TrainStep:
         self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
         # With adapters the router is frozen: see `weft.parallel.lora`.
         rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
-        self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device)
+        measures = job.monitor.router_metrics
+        self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
 
     @property
     def _stages(self) -> list[int]:
@@ -182,10 +183,12 @@ class TrainStep:
         if self._float8_gather is not None:
             self._float8_gather.update_scales()
         self._reset_metrics()
-        self.balance.reset()
         microbatches = [self._shard_sequence(batch) for batch in batches]
         count = self.mesh.all_reduce_dp_cp(self._count(microbatches))
-        sum_over_replicas([count])
+        num_sequences = sum(len(batch.tokens_BT) for batch in batches) * self.plan.dp_size
+        sequences = torch.full_like(count[0], num_sequences)
+        sum_over_replicas([count, sequences])
+        self.balance.reset(sequences, self.plan.tp)
         divisors = count.clamp(min=1)  # without targets, loss and gradients are zero
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
         if self.schedule is not None:

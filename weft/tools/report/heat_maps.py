@@ -15,6 +15,18 @@ from weft.tools.report.chart_points import heat_map
 
 MIN_ROWS = 8  # layers; fewer are curves
 MAX_ROWS = 320  # tensors; more are not readable
+# Heading and unit of each metric of layers, by the prefix of its columns.
+LAYER_METRICS = {
+    "grad_norm/": ("Gradient norm by layer", "before clipping"),
+    "moe_max_load/": ("Load of the most loaded expert by layer", "times the mean"),
+    "router_aux_loss/": ("Load-balance loss by layer", "1: equal loads"),
+    "router_z_loss/": ("Router z-loss by layer", "mean square of the logsumexp of the logits"),
+    "router_entropy/": ("Entropy of the router by layer", "nats"),
+    "router_bias_effect/": (
+        "Effect of the load-balance bias by layer",
+        "fraction of tokens whose experts it changed",
+    ),
+}
 # Heading of the statistics of each kind of tensor.
 KIND_HEADINGS = {
     "activation": "RMS of each layer's output",
@@ -30,14 +42,15 @@ def heat_maps(run: RunReader, axes: Mapping[str, Floats]) -> Iterator[dict[str, 
         run: the run.
         axes: positions of its records on each axis.
     """
-    norms = {
-        name.removeprefix("grad_norm/"): values
-        for name, values in run.columns.items()
-        if name.startswith("grad_norm/")
-    }
-    if len(norms) >= MIN_ROWS:
-        rows = dict([*norms.items()][:MAX_ROWS])
-        yield heat_map("map-norms", "Gradient norm by layer", "before clipping", axes, rows)
+    for prefix, (heading, unit) in LAYER_METRICS.items():
+        columns = {
+            name.removeprefix(prefix): values
+            for name, values in run.columns.items()
+            if name.startswith(prefix)
+        }
+        if len(columns) >= MIN_ROWS:
+            rows = dict([*columns.items()][:MAX_ROWS])
+            yield heat_map(f"map-{prefix[:-1]}", heading, unit, axes, rows)
     yield from statistics_maps(run, axes)
 
 

@@ -17,7 +17,7 @@ from weft.tools.report.chart_points import (
     points_per_curve,
     to_json,
 )
-from weft.tools.report.heat_maps import MIN_ROWS, heat_maps
+from weft.tools.report.heat_maps import LAYER_METRICS, MIN_ROWS, heat_maps
 from weft.tools.report.page import Part, Section, text_part
 
 MAX_EVENTS = 200  # events of a run
@@ -36,6 +36,8 @@ CHARTS = {
         "metrics.": ("Metrics of the objective", "mean since the last record"),
         "eval_metrics.": ("Validation metrics of the objective", "mean over the samples"),
         "moe_max_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
+        "router_aux_loss": ("Load-balance loss of routers", "mean of the layers; 1: equal loads"),
+        "router_z_loss": ("Z-loss of routers", "mean of the layers"),
     },
     "Speed": {
         "speed": ("Throughput", "tokens per second"),
@@ -62,7 +64,7 @@ CHARTS = {
         "system_free": ("Free disk space", "GiB, file system of the run"),
         "system_network": ("Network", "MB/s, all interfaces but loopback"),
     },
-    "Layers": {"grad_norm/": ("Gradient norm by layer", "before clipping")},
+    "Layers": LAYER_METRICS,
 }
 STACKED = {"step_breakdown", "time_breakdown"}
 WIDE = {"loss"}
@@ -83,7 +85,7 @@ CURVES = [
     ("step_breakdown", "data_seconds", "waiting for data", ""),
     *(("time_breakdown", f"time_breakdown.{kind}", kind, "") for kind in KINDS),
     ("data_seconds", "data_seconds", "", ""),
-    ("moe_max_load", "moe_max_load", "", ""),
+    *((name, name, "", "") for name in ("moe_max_load", "router_aux_loss", "router_z_loss")),
     ("system_gpu", "system.gpu_percent", "mean", ""),
     ("system_gpu", "system.gpu_percent_min", "least busy GPU", ""),
     ("system_gpu_memory", "system.gpu_memory_gib", "", "exact"),
@@ -131,8 +133,9 @@ def build_charts(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
     if {"step_seconds", "data_seconds"} <= metrics.keys():
         metrics["rest_seconds"] = None
     omitted = STACKED if len(runs) > 1 else {"data_seconds"}
-    if sum(name.startswith("grad_norm/") for name in metrics) >= MIN_ROWS:
-        omitted = omitted | {"grad_norm/"}  # a heat map
+    for prefix in LAYER_METRICS:
+        if sum(name.startswith(prefix) for name in metrics) >= MIN_ROWS:
+            omitted = omitted | {prefix}  # a heat map
     objectives = [str(run.job.get("train", {}).get("objective", "next_token")) for run in runs]
     return [
         {
