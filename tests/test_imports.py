@@ -30,7 +30,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-MAX_CORE_LINES = 11_800  # without docstrings; a ratchet
+MAX_CORE_LINES = 12_000  # without docstrings; a ratchet
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 

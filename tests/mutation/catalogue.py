@@ -999,8 +999,8 @@ FAULTS: list[Fault] = [
         "swapped tensors",
         "an expert has the bias of the next",
         "models/moe.py",
-        "self.bias.repeat_interleave(counts_E, dim=0,",
-        "self.bias.roll(1, 0).repeat_interleave(counts_E, dim=0,",
+        "self.product(x_RD, self.weight, counts_E), self.bias, counts_E)",
+        "self.product(x_RD, self.weight, counts_E), self.bias.roll(1, 0), counts_E)",
         EXPERTS,
     ),
     Fault(
@@ -1862,14 +1862,6 @@ FAULTS: list[Fault] = [
         LOSS,
     ),
     Fault(
-        "wrong microbatch",
-        "a row is left out of the chain",
-        "train/step.py",
-        "for each in stacked[1:]:",
-        "for each in stacked[2:]:",
-        LOSS,
-    ),
-    Fault(
         "rotary positions",
         "slices have no positions",
         "train/step.py",
@@ -2131,8 +2123,8 @@ FAULTS: list[Fault] = [
         "data order",
         "ranks overlap",
         "data/loader.py",
-        "self.dp_rank * num_sequences\n",
-        "self.dp_rank * (num_sequences - 1)\n",
+        "self.dp_rank * step\n",
+        "self.dp_rank * max(1, step - 1)\n",
         DATA,
     ),
     Fault(
@@ -2590,8 +2582,8 @@ FAULTS: list[Fault] = [
         "mask",
         "each rank numbers its tokens from 0",
         "data/loader.py",
-        "start = batch.tokens_BT.shape, first * batch.tokens_BT.shape[1]",
-        "start = batch.tokens_BT.shape, consumed * batch.tokens_BT.shape[1]",
+        "sequences_B = first + stride",
+        "sequences_B = consumed + stride",
         ADAPTERS,
     ),
     Fault(
@@ -2661,7 +2653,7 @@ FAULTS: list[Fault] = [
     Fault(
         "swapped tensors",
         "adapted experts share a bias",
-        "parallel/lora.py",
+        "models/layers.py",
         "bias = bias.repeat_interleave(counts_E, dim=0, output_size=len(out))",
         "bias = bias[:1].expand(len(out), -1)",
         ADAPTERS,

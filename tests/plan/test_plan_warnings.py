@@ -106,6 +106,7 @@ CASES = [
     ("resilience.spike_window=64", "", 1, "resilience.on_anomaly=rewind", 1),
     ("resilience.replica_check=5", "", 1, "", 2),
     ("profile.memory=true", "", 1, "profile.steps=5", 1),
+    ("monitor.router_metrics=true", "", 1, "model.kind=moe model.preset=toy-moe", 1),
     ("train.mtp_weight=0.1", "", 1, "model.mtp_layers=1", 1),
 ]
 # fmt: on

@@ -462,8 +462,9 @@ class Loader:
         if begin == end:
             batch.targets_BT.fill_(IGNORE_INDEX)
         if self.numbers_tokens:
-            shape, start = batch.tokens_BT.shape, first * batch.tokens_BT.shape[1]
-            ids_BT = torch.arange(start, start + shape.numel()).view(shape)
+            num_tokens, stride = batch.tokens_BT.shape[1], self.dp_size if self.is_strided else 1
+            sequences_B = first + stride * torch.arange(num_sequences)
+            ids_BT = sequences_B.unsqueeze(1) * num_tokens + torch.arange(num_tokens)
             batch = batch._replace(token_ids_BT=ids_BT)
         starts = range(0, num_sequences, self.microbatch_size)
         microbatches = (slice(start, start + self.microbatch_size) for start in starts)

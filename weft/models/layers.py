@@ -165,14 +165,14 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, counts_E: Tensor | None = None
 ) -> Tensor:
-    """Apply a linear layer: `F.linear`, or with ``counts_E``, `grouped_linear` and a bias."""
+    """Apply `F.linear`, or with ``counts_E`` `grouped_linear` and a bias."""
     if counts_E is None:
         return F.linear(x, weight, bias)
     return add_bias(grouped_linear(x, weight, counts_E), bias, counts_E)
 
 
 def add_bias(out: Tensor, bias: Tensor | None, counts_E: Tensor | None = None) -> Tensor:
-    """Add a bias ``[F]``, or with ``counts_E`` rows per group, that of each row's group."""
+    """Add a bias ``[F]``; with ``counts_E`` that of each row's group, ``[E, F]``."""
     if bias is not None and counts_E is not None:
         bias = bias.repeat_interleave(counts_E, dim=0, output_size=len(out))
     return out if bias is None else out + bias.to(out.dtype)

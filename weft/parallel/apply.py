@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.config.errors import lookup
 from weft.models import Family
@@ -94,12 +95,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
         _shard_tensors(model, plan, mesh, sharding)
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None:
-        from weft.parallel.expert_parallel import apply_expert_parallel
-
-        experts = [layer.experts for layer in moe_layers]
-        if plan.compiles_experts:  # for any number of rows
-            apply_compile(experts, job.compile.cache_dir, fullgraph=False, dynamic=True)
-        apply_expert_parallel(experts, mesh.expert_mesh)
+        _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
     _add_adapter_dropout(model, blocks, plan)
     if mesh.cp_group is not None:
@@ -202,6 +198,14 @@ def _shard_tensors(
         # One product costs a copy of the weights.  It pays if async TP then overlaps more.
         joint_products=plan.async_tp and not plan.splits_backward,
     )
+
+
+def _shard_experts(experts: list[Any], plan: Plan, mesh: DeviceMesh) -> None:
+    from weft.parallel.expert_parallel import apply_expert_parallel
+
+    if plan.compiles_experts:  # for any number of rows
+        apply_compile(experts, plan.job.compile.cache_dir, fullgraph=False, dynamic=True)
+    apply_expert_parallel(experts, mesh)
 
 
 def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:

@@ -1,4 +1,4 @@
-"""DoRA (arXiv:2402.09353): adapters that train the length of each matrix row apart.
+"""DoRA (arXiv:2402.09353): adapters that also train the length of each row.
 
     out = m / |W + s B A| * (x W^T + s (x A^T) B^T)        s = alpha / rank
 

@@ -186,7 +186,7 @@ def float8_layer(module: Any) -> Any:
 
 
 class _Float8Shard:
-    """This rank's shard of a float8 weight, or of a stack of them, with its gather hooks."""
+    """This rank's shard of a float8 weight or of a stack, with its gather hooks."""
 
     scales: slice  # of the weight, in those of its FSDP group
     scale: Tensor  # one, or ``[E]`` for all experts of the group

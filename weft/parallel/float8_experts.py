@@ -156,7 +156,9 @@ class _PaddedRows:
         return padded_PC.index_copy_(0, self.rows_R, x_RC)
 
     def _round(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Round to float8, with a scale for all numbers along ``dims`` (MXFP8: 32 of a row).
+        """Round to float8, with a scale for all numbers along ``dims``.
+
+        MXFP8 has a scale for 32 numbers of a row.
 
         Returns:
             The numbers, contiguous, and the factors ``[..., S]`` that undo the scales.
@@ -257,6 +259,8 @@ torch.library.define(
 torch.library.impl("weft::weight_gradient", "default", weight_gradient)
 
 
-@torch.library.register_fake("weft::weight_gradient")  # type: ignore[untyped-decorator]
 def _fake_weight_gradient(x_RD: Tensor, grad_RF: Tensor, counts_E: Tensor) -> Tensor:
     return x_RD.new_empty(len(counts_E), grad_RF.shape[1], x_RD.shape[1])
+
+
+torch.library.register_fake("weft::weight_gradient", _fake_weight_gradient)

@@ -56,7 +56,7 @@ class _TokenKeys:
 
 
 class DropoutBlock:
-    """Mixed into a block's class: the last argument of forward are the numbers of the tokens."""
+    """Mixed into a block's class: numbers of tokens are forward's last argument."""
 
     token_keys: _TokenKeys
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.parallel.private import (
     enable_recv_grad,
+    join_backward,
     load_schedule,
     set_max_active_stages,
     skip_self_p2p_init,
@@ -94,6 +95,8 @@ def build_pipeline_schedule(
         skip_self_p2p_init(stage)
         enable_recv_grad(stage)
         wrap_backward(stage, plan.splits_backward, plan.gradient_sync == "microbatch")
+        if plan.world_size_invariant:  # the halves of several microbatches would be added first
+            join_backward(stage, plan.num_microbatches)
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     keeps_unsharded = plan.reshard_after_forward is False
     with set_max_active_stages(len(stages)) if keeps_unsharded else nullcontext():

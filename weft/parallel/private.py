@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -585,6 +586,18 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
     if splits_backward or reduce_scatter:
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage, name, partial(run, getattr(stage, name)))
+
+
+def join_backward(stage: Any, num_microbatches: int) -> None:
+    """Compute all gradients in the first half of a backward pass."""
+    backward, counter = stage.backward_one_chunk, itertools.count(1)
+
+    def run(*args: Any, **options: Any) -> None:
+        is_last = next(counter) % num_microbatches == 0
+        backward(*args, **options | {"full_backward": True, "last_backward": is_last})
+
+    stage.backward_one_chunk = run
+    stage.backward_weight_one_chunk = lambda *args, **options: None
 
 
 def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:

@@ -1,4 +1,4 @@
-"""Quantized matrices: 4 or 8 bits per number, in a format that shards on any layout.
+"""Quantized matrices: 4 or 8 bits per number, for any layout of shards.
 
 As in QLoRA (arXiv:2305.14314), a block of 64 neighboring numbers of a row shares a scale, its
 largest magnitude.  *nf4* stores the nearest of 16 levels, which are equally likely under a normal

@@ -31,7 +31,7 @@ def is_target(name: str, section: LoraSection) -> bool:
 
 
 def outer_targets(model: Any, section: LoraSection) -> list[Matrix]:
-    """Return the adapted layers outside of the blocks; ``lora.targets`` must name them.
+    """Return the adapted layers outside of the blocks, which ``lora.targets`` names.
 
     ``model`` is a family's configuration.  The inputs of an embedding are the ids.
     """

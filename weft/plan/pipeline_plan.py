@@ -66,7 +66,12 @@ def resolve_pipeline(
     except InvalidConfig as error:
         errors += error.errors
         return None, 1
-    stages_per_rank = _resolve_stages_per_rank(errors, job, model, spec)
+    is_selective = job.activation_checkpoint.mode == "selective"
+    if spec.splits_backward and family.moe_layers and is_selective and job.compile.enable:
+        key, depends = "activation_checkpoint.mode", ("pipeline.schedule", "compile.enable")
+        rule = f"does not work with compile.enable: {spec.name} breaks the graph of experts' blocks"
+        errors.add(key, rule, "use full, none or budget, or 1F1B", depends)
+    stages_per_rank = _resolve_stages_per_rank(errors, job, spec)
     num_stages = pp * stages_per_rank
     if spec.actions is not None:
         num_stages = len(stage_index_to_rank(spec.actions))
@@ -109,7 +114,7 @@ def _check_model(errors: ConfigErrors, job: Job, model: Any, family: Family) -> 
         errors.add("parallel.pp", rule, remedy, ("model.tied_embeddings", "model.preset"))
 
 
-def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, model: Any, spec: ScheduleSpec) -> int:
+def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, spec: ScheduleSpec) -> int:
     """Return the stages of each rank; check the keys of the schedule."""
     key, requested = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
     if spec.actions is not None:

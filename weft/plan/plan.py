@@ -243,7 +243,7 @@ class Plan:
 
     @property
     def compiles_experts(self) -> bool:
-        """Return True if torch.compile captures experts: in bfloat16, with whole backward passes.
+        """Return True if torch.compile captures experts, in bfloat16.
 
         PyTorch cannot trace grouped products of other dtypes.  Taps need the shapes of inputs (see
         `weft.parallel.weight_gradients`), which for experts depend on the tokens.
@@ -298,7 +298,8 @@ class Plan:
     @property
     def splits_backward(self) -> bool:
         """Return True if a pipeline schedule defers weight gradients."""
-        return self.pipeline is not None and self.pipeline.splits_backward
+        has_halves = self.pipeline is not None and self.pipeline.splits_backward
+        return has_halves and not self.world_size_invariant
 
     @property
     def tied_ranks(self) -> tuple[int, int] | None:

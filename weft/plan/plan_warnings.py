@@ -232,6 +232,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
         lambda plan: plan.world_size > 1 or plan.job.resilience.has_replica_groups,
         "a run on one rank has no replica to compare",
     ),
+    "monitor.router_metrics": EffectRule(
+        lambda plan: plan.family.moe_layers is not None,
+        "the model has no experts",
+        "Set monitor.router_metrics=false",
+    ),
     "profile.memory": EffectRule(
         lambda plan: bool(plan.job.profile.steps),
         "no steps are profiled (profile.steps is empty)",
@@ -292,6 +297,16 @@ def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
                 f"activation_checkpoint.offload_prefetch={section.offload_prefetch} blocks stay on "
                 f"the device, and {owner} has {num_blocks}. {remedy}."
             )
+
+
+def pipeline_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a warning if a schedule with deferred weight gradients cannot defer them."""
+    if plan.pipeline is not None and plan.pipeline.splits_backward and not plan.splits_backward:
+        yield (
+            f"pipeline.schedule={plan.schedule_name} fills no gaps of the schedule: with "
+            "train.world_size_invariant=true the gradients of a microbatch are complete before "
+            "those of the next. Use 1F1B or Interleaved1F1B."
+        )
 
 
 def float8_warnings(plan: Plan) -> Iterator[str]:

@@ -30,6 +30,7 @@ from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,
     float8_warnings,
+    pipeline_warnings,
     placement_warnings,
     unused_key_warnings,
     warmup_warnings,
@@ -197,6 +198,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     warnings = (
         *placement_warnings(plan.axis_sizes, local_world_size, plan.axis_order),
         *float8_warnings(plan),
+        *pipeline_warnings(plan),
         *activation_checkpoint_warnings(plan),
         *warmup_warnings(plan),
         *unused_key_warnings(plan),

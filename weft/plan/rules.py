@@ -15,7 +15,6 @@ from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import ParallelDims, divisors, format_choices, nearest_divisors
-from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
 from weft.plan.shard_sizes import chunk_range, query_heads
 
@@ -32,10 +31,7 @@ def check_sections(
 ) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
-    schedule = SCHEDULES.get(job.pipeline.schedule)
-    splits_backward = degrees.pp > 1 and schedule is not None and schedule.splits_backward
-    compiles_experts = compute_dtype == "bfloat16" and not splits_backward
-    has_one_graph = family.moe_layers is None or compiles_experts
+    has_one_graph = family.moe_layers is None or compute_dtype == "bfloat16"
     _check_activation_checkpoint(errors, job, has_one_graph)
     _check_objective(errors, job)
     _check_mtp(errors, job, model)
@@ -210,8 +206,8 @@ def _check_activation_checkpoint(errors: ConfigErrors, job: Job, has_one_graph: 
     if mode == "selective" and not (has_one_graph and job.parallel.cp == job.parallel.ep == 1):
         # Selection inspects operators; a graph that breaks hides those of its parts.
         rule = (
-            "does not work with compile.enable if parallel.cp, parallel.ep or experts (in float32, "
-            "or with a schedule that computes weight gradients later) break a block's graph"
+            "does not work with compile.enable if parallel.cp, parallel.ep or experts in float32 "
+            "break a block's graph"
         )
         remedy = "use full, none or budget, or compile.enable=false"
         depends = ("parallel.cp", "parallel.ep", "precision.compute_dtype", "model.kind")

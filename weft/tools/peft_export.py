@@ -63,7 +63,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def open_merged(
     checkpoint: CheckpointRef, base: Path, without_adapters: bool = False
 ) -> dict[str, Weight]:
-    """Open the weights that a run was trained with, by default with the adapters merged."""
+    """Open the weights of a run, by default with the adapters merged."""
     weights, adapters = open_weights(base), open_weights(checkpoint.path)
     if without_adapters:
         adapters = {}
@@ -266,7 +266,7 @@ def _open_pair(
 def _open_magnitude(
     target: _Target, adapters: Mapping[str, Weight], base: Mapping[str, Weight]
 ) -> Weight:
-    """Open the lengths of a target's rows; a part without an adapter has those of its weight.
+    """Open the lengths of a target's rows; without an adapter, of its weight.
 
     Args:
         target: what the adapters adapt.
@@ -301,7 +301,7 @@ def _peft_weights(targets: Mapping[_Target, _Pair]) -> dict[str, Weight]:
 def _embedding_weights(
     adapters: Mapping[str, Weight], base: Mapping[str, Weight], hf_name: str, is_tied: bool
 ) -> dict[str, Weight]:
-    """Return the tensors of the embedding's adapter, and of the head that is tied to it.
+    """Return the tensors of the adapters of the embedding and of a tied head.
 
     Args:
         adapters: weft's adapters, by name.

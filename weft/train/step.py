@@ -47,7 +47,6 @@ from weft.train.loss import (
     linear_cross_entropy,
 )
 
-
 SEQUENCE_COLUMNS = ("tokens_BT", "targets_BT", "positions_BT", "later_BTK", "token_ids_BT")
 
 
