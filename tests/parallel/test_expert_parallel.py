@@ -184,6 +184,7 @@ def check_compiled(layouts: list[str], store: Path, cache: Path) -> None:
             assert error <= 1e-5, (layout, name, error)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiled_experts_equal_eager_ones(store_path: Path, tmp_path: Path) -> None:
     check_compiled(COMPILED, store_path, tmp_path)
