@@ -101,13 +101,13 @@ def apply_tensor_parallel(
         if spec.weight in ("row", "vocabulary"):
             module.input_group = group  # see `weft.parallel.dora`
         has_multiply = spec.input_comm == "gather" and _calls_multiply(module)
-        layers = [module]  # next to the exchange
+        layers = rows = [module]  # next to the exchanges before and after the matmuls
         if has_multiply:
-            children = module.named_modules(prefix=name)
-            layers = [
-                child for child_name, child in children if _is_column(child, specs[child_name])
-            ]
-        gather, scatter = _choose_exchanges(layers, group, sequence_parallel, gathers_float8)
+            children = [*module.named_modules(prefix=name)]
+            layers = [m for child, m in children if _is_linear(m, specs[child], "column")]
+            rows = [m for child, m in children if _is_linear(m, specs[child], "row")]
+        gather, _ = _choose_exchanges(layers, group, sequence_parallel, gathers_float8)
+        _, scatter = _choose_exchanges(rows, group, sequence_parallel, gathers_float8)
         if has_multiply:
             product = _find_joint_product(layers, gathers_float8) if joint_products else None
             module.multiply = partial(_gather_and_multiply, gather, group, product)
@@ -135,8 +135,8 @@ def _calls_multiply(module: nn.Module) -> bool:
     return hasattr(module, "multiply") and all(m.__module__.startswith("weft.models.") for m in own)
 
 
-def _is_column(module: nn.Module, spec: TensorParallelSpec | None) -> bool:
-    return isinstance(module, nn.Linear) and spec is not None and spec.weight == "column"
+def _is_linear(module: nn.Module, spec: TensorParallelSpec | None, weight: str) -> bool:
+    return isinstance(module, nn.Linear) and spec is not None and spec.weight == weight
 
 
 def _choose_exchanges(
