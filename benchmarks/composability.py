@@ -334,10 +334,10 @@ def page(outcomes: dict[str, dict[str, Any]]) -> str:
             result = outcomes.get(pair_key(ordered[0], ordered[1]))
             cells.append(CELLS[result["outcome"]] if result else "?")
         lines.append(f"| {numbers[row.name]} | {row.name} | " + " | ".join(cells) + " |")
-    lines += ["", "## Why pairs are refused", "", "| pair | reason |", "|---|---|"]
-    for name, result in outcomes.items():
-        if result["outcome"] == "refused":
-            lines.append(f"| {name} | {_escape(result['reason'])} |")
+    refused = {name: r["reason"] for name, r in outcomes.items() if r["outcome"] == "refused"}
+    if refused:
+        lines += ["", "## Why pairs are refused", "", "| pair | reason |", "|---|---|"]
+        lines += [f"| {name} | {_escape(reason)} |" for name, reason in refused.items()]
     defects = [n for n, actual in outcomes.items() if actual["outcome"] in ("wrong", "failed")]
     if defects:
         lines += ["", "## Defects", "", "| pair | what was seen |", "|---|---|"]
