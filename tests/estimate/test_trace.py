@@ -405,7 +405,10 @@ TILES = "train.seq_len=8192 model.max_seq_len=8192 data.packing=documents model.
 @pytest.mark.parametrize(
     "layout",
     [
-        "cp4 cp_method=ring model.attention_softcap=2 model.sliding_window=900 model.num_layers=2",
+        pytest.param(
+            "cp4 cp_method=ring model.attention_softcap=2 model.sliding_window=900",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "cp2 cp_method=allgather compile.enable=true model.attention_softcap=2 "
             "model.sliding_window=700",

@@ -154,7 +154,10 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
 def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log has finished jobs, which do not run again; a crash has its command."""
     monkeypatch.setattr("weft.tools.verify_fuzz.SHRINK_RUNS", 2)
-    pinned = {"parallel.pp": "2", "model.tied_embeddings": "false", "compile.enable": "false"}
+    pinned = {
+        **{"parallel.pp": "2", "model.kind": "llama", "model.tied_embeddings": "false"},
+        "compile.enable": "false",
+    }
     settings = FuzzSettings(seed=13, ranks=2, steps=1, pinned=pinned, corrupt=fail_in_a_pipeline)
     log, messages = tmp_path / "log.jsonl", list[str]()
     first = fuzz(2, settings, log, log=messages.append)
