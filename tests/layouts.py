@@ -123,6 +123,11 @@ def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: 
         )
 
 
+def slow_layouts(layouts: Iterable[str]) -> list[Any]:
+    """Return test parameters of layouts that are slow tests, each in its own world."""
+    return [pytest.param([layout], marks=pytest.mark.slow, id=layout) for layout in layouts]
+
+
 def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
     """Group layouts of equal size, to run in one world, and return test parameters.
 

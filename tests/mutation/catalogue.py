@@ -1755,7 +1755,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "multi-token prediction",
-        "the last stage has an embedding of its own",
+        "the last stage has a separate embedding",
         "plan/plan.py",
         'or getattr(model, "mtp_layers", 0) > 0',
         'or getattr(model, "mtp_layers", 0) > 9',

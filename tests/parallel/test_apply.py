@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.harness import run_ranks
+from tests.parallel.sharded import assert_equal
 from tests.small import gradients, loader_of, plan_here, small_job, this_rank
 from weft.train.setup import build
 
@@ -40,12 +41,7 @@ def test_data_parallel_gradients_equal_one_process(
     for many in run_ranks(gradients, ranks, data + layout, str(store_path)):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert many["norm"] == pytest.approx(one["norm"], rel=1e-5)
-        assert many["grads"].keys() == one["grads"].keys()
-        for name, grad in one["grads"].items():
-            scale = grad.abs().max()
-            torch.testing.assert_close(
-                many["grads"][name] / scale, grad / scale, rtol=0, atol=1e-5, msg=name
-            )
+        assert_equal(many, one, 1e-5)
 
 
 def test_grad_norm_is_that_of_all_gradients(store_path: Path) -> None:

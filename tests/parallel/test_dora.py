@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size
+from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
 from tests.parallel.test_lora import TOLERANCE, WIDE
 from tests.small import Overrides, small_job
 from tests.tools.test_peft_export import check, export, load_in_peft, write_run
@@ -186,13 +186,7 @@ MORE = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        *group_by_ranks(OFTEN),
-        *(pytest.param([layout], marks=pytest.mark.slow, id=layout) for layout in MORE),
-    ],
-)
+@pytest.mark.parametrize("layouts", [*group_by_ranks(OFTEN), *slow_layouts(MORE)])
 def test_dora_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     prefixes = ("parallel.", "compile.", "activation_checkpoint.")
 

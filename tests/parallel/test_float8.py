@@ -279,6 +279,11 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
         (f"tp2 {EXPERTS} model.expert_biases=true precision.float8=rowwise", ALMOST),
         (f"cp2 ep=2 {EXPERTS} precision.float8=rowwise_with_gw_hp", ALMOST),
         (f"pp2 dp_shard2 ep=2 {EXPERTS} precision.float8=rowwise", ALMOST),
+        (
+            f"pp2 {EXPERTS} pipeline.schedule=ZBVZeroBubble model.num_layers=4"
+            " precision.float8=rowwise",
+            ALMOST,
+        ),
         (f"dp_replicate2 dp_shard2 ep=2 {EXPERTS} precision.float8=tensorwise", ALMOST),
     ],
 )

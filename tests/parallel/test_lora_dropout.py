@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_ranks
-from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size
+from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
 from tests.parallel.test_activation_checkpoint import find_differing
 from tests.parallel.test_layouts import distance
 from tests.parallel.test_lora import TOLERANCE, WIDE, many_adapter_gradients
@@ -92,13 +92,7 @@ MORE = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        *group_by_ranks(OFTEN),
-        *(pytest.param([layout], marks=pytest.mark.slow, id=layout) for layout in MORE),
-    ],
-)
+@pytest.mark.parametrize("layouts", [*group_by_ranks(OFTEN), *slow_layouts(MORE)])
 def test_dropout_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     prefixes = ("parallel.", "compile.", "activation_checkpoint.", "train.microbatch")
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import run_ranks
-from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size
+from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
 from tests.parallel.test_dora import check_gradients_with_peft
 from tests.parallel.test_lora import TOLERANCE
 from tests.small import Overrides, plan_here, small_job, this_rank
@@ -68,13 +68,7 @@ MORE = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        *group_by_ranks(OFTEN),
-        *(pytest.param([layout], marks=pytest.mark.slow, id=layout) for layout in MORE),
-    ],
-)
+@pytest.mark.parametrize("layouts", [*group_by_ranks(OFTEN), *slow_layouts(MORE)])
 def test_embedding_adapters_layouts_gradients_equal_one_process(
     layouts: list[str], store_path: Path
 ) -> None:

@@ -96,12 +96,16 @@ def test_adapters_stay_in_high_precision() -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-4)
 
 
+EXPERTS = "model.kind=moe model.preset=toy-moe model.num_experts=4 model.expert_dim=128"
 BOUNDS = {
     "dp_shard2 precision.float8=tensorwise": EQUAL,
     "dp_shard2 precision.float8=mxfp8 lora.quantize=nf4": EQUAL,
     "tp2 precision.float8=tensorwise lora.quantize=int8": ALMOST,
 }
 MORE = {
+    f"dp_shard2 ep=2 {EXPERTS} precision.float8=rowwise": ALMOST,
+    f"dp_shard2 {EXPERTS} precision.float8=tensorwise lora.quantize=nf4": ALMOST,
+    f"tp2 {EXPERTS} precision.float8=mxfp8 lora.quantize=int8": ALMOST,
     "pp2 pipeline.schedule=ZBVZeroBubble model.num_layers=4 precision.float8=rowwise": EQUAL,
     "tp2 precision.float8=rowwise": ALMOST,
     "tp2 precision.float8=mxfp8": ALMOST,

@@ -130,6 +130,12 @@ REFUSALS = [
      "pp=2"),
     ("pp=2 pipeline.schedule=LoopedBFS pipeline.stages_per_rank=1", 2, "pipeline.stages_per_rank",
      "interleaves several stages", "2 or more", "pp=2 pipeline.schedule=LoopedBFS"),
+    ("pp=2 pipeline.schedule=ZBVZeroBubble model.kind=moe model.preset=toy-moe compile.enable=true "
+     "activation_checkpoint.mode=selective precision.compute_dtype=bfloat16", 2,
+     "activation_checkpoint.mode", "ZBVZeroBubble breaks the graph of experts' blocks",
+     "full, none or budget, or 1F1B",
+     "pp=2 pipeline.schedule=1F1B model.kind=moe model.preset=toy-moe compile.enable=true "
+     "activation_checkpoint.mode=selective precision.compute_dtype=bfloat16"),
     ("cp=2 compile.enable=true activation_checkpoint.mode=selective", 2,
      "activation_checkpoint.mode", "break a block's graph",
      "use full, none or budget", "cp=2 compile.enable=true activation_checkpoint.mode=full"),
@@ -379,6 +385,13 @@ def test_layout_useless_or_expensive_recomputation_is_warned_of(
     assert message in warning
     remaining = [word for word in layout.split() if not word.startswith(f"{key}=")]
     assert planned(" ".join([*remaining, better])).warnings == ()
+
+
+def test_layout_schedule_without_deferred_gradients_is_warned_of() -> None:
+    layout = "pp=2 pipeline.schedule=ZBVZeroBubble"
+    (warning,) = planned(f"{layout} train.world_size_invariant=true", 2).warnings
+    assert "fills no gaps of the schedule" in warning
+    assert planned(layout, 2).warnings == ()
 
 
 def test_layout_schedule_file_sets_the_number_of_microbatches(tmp_path: Path) -> None:

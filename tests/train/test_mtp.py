@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.harness import run_ranks
+from tests.parallel.sharded import assert_equal
 from tests.small import gradients, merged, plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
 from weft.data.loader import IGNORE_INDEX, Batch
@@ -217,12 +218,7 @@ def test_layout_gradients_equal_one_process(ranks: int, layout: str, store_path:
     for many in merged(run_ranks(gradients, ranks, MTP + keys, str(store_path))):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert many["norm"] == pytest.approx(one["norm"], rel=1e-5)
-        assert many["grads"].keys() == one["grads"].keys()
-        for name, grad in one["grads"].items():
-            scale = grad.abs().max()
-            torch.testing.assert_close(
-                many["grads"][name] / scale, grad / scale, rtol=0, atol=1e-5, msg=name
-            )
+        assert_equal(many, one, 1e-5)
 
 
 # --------------------------------------------------------------------------- runs and rules

@@ -106,10 +106,8 @@ def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
     table = config.vocab_size * dim
     embedding = UnitCost("embed_tokens", table, 0.0, 2 * dim)
     norm = dim * (1 + (config.norm == "layer" and config.norm_bias))
-    mtp, layers = (
-        _mtp_blocks(config),
-        range(config.num_layers, config.num_layers + config.mtp_layers),
-    )
+    mtp = _mtp_blocks(config)
+    layers = range(config.num_layers, config.num_layers + len(mtp))
     head = UnitCost(
         "head",
         params=norm + (0 if config.tied_embeddings else table) + sum(b.total for b in mtp),

@@ -380,9 +380,10 @@ def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
 
 def _check_router_loss(given: Json) -> Iterator[Problem]:
     """Yield an error if transformers would add a load-balance loss of no valid size."""
-    name, value = "router_aux_loss_coef", given.get("router_aux_loss_coef", MISSING)
-    if given.get("output_router_logits") and not _is_within(value, FACTOR._replace(least=0.0)):
-        yield name, value, *_describe_limits(FACTOR._replace(least=0.0))
+    name, limits = "router_aux_loss_coef", FACTOR._replace(least=0.0)
+    value = given.get(name, MISSING)
+    if given.get("output_router_logits") and not _is_within(value, limits):
+        yield name, value, *_describe_limits(limits)
 
 
 def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
