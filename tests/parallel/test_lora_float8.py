@@ -96,6 +96,24 @@ def test_adapters_stay_in_high_precision() -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_frozen_float8_product_of_experts_is_that_of_each_expert(kind: str) -> None:
+    torch.manual_seed(0)
+    linear, counts = frozen_float8_linear("rowwise", True), [5, 0, 17, 10]
+    weights = torch.randn(4, 96, 128)
+    stored = weights if kind == "none" else quantize_matrix(weights, kind)
+    used = weights if kind == "none" else dequantize_matrix(stored, torch.float32)
+    bias, x, g = torch.randn(4, 96), torch.randn(32, 128, requires_grad=True), torch.randn(32, 96)
+    out = linear(x, stored, bias, torch.tensor(counts))
+    (grad_x,) = torch.autograd.grad(out, x, g)
+    rows = zip(*(t.split(counts) for t in (x.detach(), g, out, grad_x)), strict=True)
+    for (x_e, g_e, out_e, grad_e), w, b in zip(rows, used, bias, strict=True):
+        if len(x_e):
+            expected_out, expected_x, _ = compute_by_hand("rowwise", w, x_e[None], g_e[None])
+            torch.testing.assert_close(out_e - b, expected_out[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(grad_e, expected_x[0], rtol=1e-4, atol=1e-4)
+
+
 EXPERTS = "model.kind=moe model.preset=toy-moe model.num_experts=4 model.expert_dim=128"
 BOUNDS = {
     "dp_shard2 precision.float8=tensorwise": EQUAL,
@@ -152,7 +170,10 @@ def test_float8_base_gradients_equal_one_process(
     for layout, one, *many in zip(bounds, ones, *by_rank, strict=True):
         far[layout] = max(distance(item["grads"], one["grads"]) for item in merged(many))
     assert {layout: x for layout, x in far.items() if x >= bounds[layout]} == {}
-    assert 1e-3 < distance(ones[0]["grads"], exact["grads"]) < 0.3  # the rounding of float8
+    rounding = distance(ones[0]["grads"], exact["grads"])
+    assert rounding > 1e-3
+    # Rounding may also send a token to another expert, whose gradient it changes entirely.
+    assert rounding < 0.3 or EXPERTS in next(iter(bounds))
 
 
 def test_frozen_matrices_are_gathered_in_float8(store_path: Path) -> None:
