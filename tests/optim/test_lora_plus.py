@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import nn
 
 from tests.small import small_job
 from weft.config.errors import InvalidConfig
-from weft.config.schema import LoraSection, OptimSection
+from weft.config.schema import LoraSection, OptimSection, replace
+from weft.models import load_family
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer, set_learning_rate
+from weft.parallel.lora import apply_lora
 from weft.plan.lora_plan import lora_lr_factor
+from weft.plan.matrices import is_matrix
+from weft.plan.optim_rules import trainable_names
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 
@@ -101,3 +106,36 @@ def test_lora_plus_learning_rates_equal_those_of_peft() -> None:
 def test_lora_plus_without_adapters_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"lora\.lr_ratio=16\.0 has no effect without adapters"):
         resolve(small_job(("lora.lr_ratio", "16")), Machine("cpu", devices=1, world_size=1))
+
+
+# --------------------------------------------------------------------------- parameter groups
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [
+        ("llama", LoraSection(rank=4)),
+        ("llama", LoraSection(rank=4, targets=("q_proj", "embed_tokens", "lm_head"), dora=True)),
+        ("llama", LoraSection(rank=4, targets=("embed_tokens",))),
+        ("moe", LoraSection(rank=4, targets=("experts.up_proj", "lm_head"))),
+    ],
+)
+def test_patterns_of_groups_match_the_adapters_that_are_built(
+    kind: str, section: LoraSection
+) -> None:
+    family = load_family(kind)
+    preset = {"llama": "toy", "moe": "toy-moe"}[kind]
+    model: Any = family.presets[preset].model_copy(update={"tied_embeddings": False})
+    family = family.of(model)
+    with torch.device("meta"):
+        module = family.build(model)
+    blocks = family.blocks(module)
+    apply_lora(module, blocks, section, torch.float32)
+    block_params = {param for block in blocks for param in block.parameters()}
+    built = {
+        name: is_matrix(name, param, block_params)
+        for name, param in module.named_parameters()
+        if param.requires_grad
+    }
+    job = replace(small_job(), lora=section)
+    assert trainable_names(job, model, family) == built

@@ -11,7 +11,7 @@ import torch
 from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job
 from weft.models import Family
-from weft.plan.lora_plan import is_target
+from weft.plan.lora_plan import is_target, outer_targets
 from weft.plan.matrices import is_matrix, list_matrices
 
 
@@ -23,7 +23,7 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
         rule = f"is only for adamw and muon, not {optim.name}"
         errors.add("optim.state_dtype", rule, "use float32", ("optim.name",))
     depends = ("optim.name", "model.kind", "model.num_layers", "lora.rank", "lora.targets")
-    names = _trainable_names(job, model, family) if optim.groups else {}
+    names = trainable_names(job, model, family) if optim.groups else {}
     owners = {name: optim.group_of(name) for name in names}
     for index, group in enumerate(optim.groups):
         own = [name for name in names if owners[name] == index]
@@ -47,11 +47,17 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
                 errors.add(f"{key}.{option}", rule, *rest, value=value)
 
 
-def _trainable_names(job: Job, model: Any, family: Family) -> dict[str, bool]:
+def trainable_names(job: Job, model: Any, family: Family) -> dict[str, bool]:
     """Return the trainable parameters of the full model, and whether each is a matrix."""
     if job.lora.rank:
-        targets = [m.name for m in list_matrices(model, family) if is_target(m.name, job.lora)]
-        return {f"{name}.lora_{each}.weight": True for name in targets for each in "AB"}
+        inner = [m.name for m in list_matrices(model, family) if is_target(m.name, job.lora)]
+        outer = [matrix.name for matrix in outer_targets(model, job.lora)]
+        names = {f"{name}.lora_{each}.weight": True for name in inner for each in "AB"}
+        for name in outer:
+            kind = "embedding_" if name == "embed_tokens" else ""
+            names |= {f"{name}.lora_{kind}{each}.weight": False for each in "AB"}
+        vectors = [*inner, *outer] if job.lora.dora else []
+        return names | {f"{name}.lora_magnitude.weight": False for name in vectors}
     with torch.device("meta"):
         module = family.build(model)
     block_params = {param for block in family.blocks(module) for param in block.parameters()}
