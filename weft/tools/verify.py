@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -54,6 +55,8 @@ from weft.train.job_checks import check_names
 # reach 1.5 times that effect, and 2.4 times where both are below the floor.
 FACTOR = 3.0
 NOISE_RUNS = 2  # of one process, with different noise
+# The scale of a gradient with few entries errs by chance as much as the entries do.
+SIGMAS = 2.0
 # Effect of another summation order on small tensors and on the mean of many losses.
 FLOOR = {"float32": 2e-6, "bfloat16": 2e-4}
 # Gradient norms and updates are float32, of equal gradients; Muon's iteration makes 1e-5 of 1e-7.
@@ -221,8 +224,16 @@ def verify(
 # --------------------------------------------------------------------------- comparison
 
 
-def step_errors(expected: StepMeasurement, ranks: Sequence[StepMeasurement]) -> Errors:
-    """Return the errors of a step of some ranks against one process."""
+def step_errors(
+    expected: StepMeasurement, ranks: Sequence[StepMeasurement], sigmas: float = SIGMAS
+) -> Errors:
+    """Return the errors of a step of some ranks against one process.
+
+    Args:
+        expected: measurements of one process.
+        ranks: measurements of the ranks.
+        sigmas: a scale may err by so many standard errors without counting.
+    """
     errors: Errors = {}
     for name, sums in expected.forward.items():
         parts = [rank.forward[name] for rank in ranks if name in rank.forward]
@@ -232,7 +243,8 @@ def step_errors(expected: StepMeasurement, ranks: Sequence[StepMeasurement]) -> 
     for name in reversed(expected.gradients):  # as in the backward pass
         held = [rank.gradients[name] for rank in ranks if name in rank.gradients]
         errors["gradients", name] = max((error.max_error for error in held), default=math.inf)
-        errors["factors", name] = max(map(_factor_error, held), default=math.inf)
+        scales = (scale_error(error, sigmas) for error in held)
+        errors["factors", name] = max(scales, default=math.inf)
     norms = (_relative_error(rank.grad_norm, expected.grad_norm) for rank in ranks)
     errors["grad_norm", ""] = max(norms)
     for name in expected.updates:
@@ -250,7 +262,7 @@ def compute_limits(
 ) -> Errors:
     """Compute the limits from one process without and with noise."""
     steps = [
-        step_errors(expected, [perturbed])
+        step_errors(expected, [perturbed], sigmas=0)
         for run in noisy
         for expected, perturbed in zip(reference.steps, run.steps, strict=True)
     ]
@@ -263,8 +275,18 @@ def compute_limits(
     factors = select_kind(noise, "factors")
     mean = sum(factors.values()) / max(1, len(factors))
     noise |= {("factors", name): max(error, mean) for name, error in factors.items()}
+    # Weights of the same name in all layers give more samples of noise than one weight.
+    pooled: Errors = {}
+    for (kind, name), error in noise.items():
+        key = kind, _of_any_layer(kind, name)
+        pooled[key] = max(error, pooled.get(key, 0.0))
+    noise = {(kind, name): pooled[kind, _of_any_layer(kind, name)] for kind, name in noise}
     floor = FLOOR[compute_dtype]
     return {key: FLOORS.get(key[0], floor) + FACTOR * error for key, error in noise.items()}
+
+
+def _of_any_layer(kind: str, name: str) -> str:
+    return re.sub(r"\d+", "N", name) if kind in ("gradients", "factors") else name
 
 
 def compare_to_reference(
@@ -382,7 +404,7 @@ def _first_difference(errors: Errors, ranks: list[dict[str, TensorError]], limit
         str(n)
         for n, error in holders.items()
         if error.max_error > limits["gradients", name]
-        or _factor_error(error) > limits["factors", name]
+        or scale_error(error) > limits["factors", name]
     ]
     only = "" if len(wrong_ranks) == len(holders) else f" on rank {' and '.join(wrong_ranks)} only"
     excess = size("gradients", name)
@@ -402,8 +424,9 @@ def _locate(name: str, order: list[str]) -> str:
     return f"between {previous} and {block}"
 
 
-def _factor_error(error: TensorError) -> float:
-    return finite_or_inf(abs(error.scale - 1))
+def scale_error(error: TensorError, sigmas: float = SIGMAS) -> float:
+    """Return the error of a tensor's scale beyond ``sigmas`` standard errors."""
+    return max(0.0, finite_or_inf(abs(error.scale - 1) - sigmas * error.scatter))
 
 
 def _common_factor(ranks: list[dict[str, TensorError]], limits: Errors) -> float | None:

@@ -76,6 +76,7 @@ from weft.train.setup import Built, Rank, build
 Corruption = Callable[[Built, Plan], None]
 
 NEGLIGIBLE = 1e-6  # of the largest gradient: smaller gradients consist of rounding errors
+EPS = torch.finfo(torch.float64).eps
 SEPARATOR = 0  # the token that ends a document
 MEAN_DOCUMENT_TOKENS = 12
 
@@ -85,6 +86,7 @@ class TensorError(NamedTuple):
 
     max_error: float  # largest error of an entry, relative to the largest reference entry
     scale: float  # least-squares factor from the reference to this tensor
+    scatter: float = 0.0  # standard error of ``scale``, from the errors that it leaves
 
 
 class ActivationSums(NamedTuple):
@@ -425,8 +427,13 @@ def tensor_error(actual: Tensor, expected: Tensor, max_abs: float = 0.0) -> Tens
     relative = safe_ratio(error, expected.abs().max().item())
     if relative == 0:
         return TensorError(0.0, 1.0)  # of zeros, too
-    scale = safe_ratio((actual * expected).sum().item(), expected.square().sum().item())
-    return TensorError(relative, scale)
+    square = expected.square().sum().item()
+    scale = safe_ratio((actual * expected).sum().item(), square)
+    # Errors may grow with the entries: HC3 of MacKinnon and White, J. Econometrics 29 (1985).
+    shares = expected.square() / max(square, EPS)
+    rest = expected * (actual - scale * expected) / (1 - shares).clamp(min=EPS)
+    scatter = safe_ratio(rest.square().sum().sqrt().item(), square)
+    return TensorError(relative, scale, scatter)
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
