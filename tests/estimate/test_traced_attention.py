@@ -69,3 +69,22 @@ def test_traced_attention_on_a_gpu_has_the_flops_of_the_mask_and_no_scores(
     assert largest == max(event.bytes for event in plain.op_trace.events)  # no scores, no mask
     # Log-sum-exps are float32 on a GPU.
     assert peak_live_bytes(masked) <= 1.05 * peak_live_bytes(plain)
+
+
+def test_traced_attention_with_narrow_values_on_a_gpu_has_no_scores() -> None:
+    heads, key, value = 4, 16, 8
+    trace = traced(
+        ("model.kv_rank", "16"),
+        ("model.rope_head_dim", "8"),
+        ("model.head_dim", str(key)),
+        ("model.value_head_dim", str(value)),
+        ("model.num_kv_heads", str(heads)),
+    )
+    flops = attention_flops(trace)
+    assert set(flops) == {"flex_attention", "flex_attention_backward"}
+    layers = 2
+    pairs = layers * heads * visited_pairs(TOKENS)
+    assert flops["flex_attention"] == 2 * pairs * (key + value)
+    score_bytes = heads * TOKENS**2 * 2
+    attention_events = [event.bytes for event in trace.op_trace.events if event.location.is_in_block]
+    assert max(attention_events) < score_bytes / 2

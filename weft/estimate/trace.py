@@ -47,7 +47,7 @@ from weft.estimate.small_plan import (
     use_sequential_schedule,
 )
 from weft.estimate.trace_cache import load_or_compute
-from weft.estimate.traced_attention import trace_flex_attention
+from weft.estimate.traced_attention import trace_gpu_attention
 from weft.models import Family
 from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
@@ -369,7 +369,7 @@ def record_rank(
     # all messages until the end.
     keep_sent = plan.pipeline is None or plan.schedule_name != "1F1B"
     world = fake_world(rank, plan.world_size, keep_sent)
-    flex = trace_flex_attention(plan.device)
+    flex = trace_gpu_attention(plan.device)
     with world as mode, flex, tempfile.TemporaryDirectory() as directory:
         has_fewer_microbatches = small_plan.num_microbatches < plan.num_microbatches
         if (

@@ -1,9 +1,11 @@
-"""FlexAttention in a trace.
+"""Attention of a GPU in a trace.
 
 On a GPU, FlexAttention computes windows, chunks, limits of the scores and sinks.  A trace runs on
 fake CPU tensors, where the same layers would have a mask and all scores in memory.  So the trace
 takes the path of a GPU, with an operator in place of the kernel: it has the shapes, and the FLOPs
-of the blocks of 128 queries and 128 keys that the kernel visits.
+of the blocks of 128 queries and 128 keys that the kernel visits.  Causal attention whose values are
+narrower than its keys (MLA) takes the same path: the kernels of a GPU compute it, that of a CPU
+does not.
 
 Shapes in names as in `weft.models.attention`.
 """
@@ -17,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models import attention
@@ -25,7 +28,7 @@ from weft.parallel import activation_checkpoint
 
 
 @contextmanager
-def trace_flex_attention(device: str) -> Iterator[None]:
+def trace_gpu_attention(device: str) -> Iterator[None]:
     """Trace the attention of a run on ``device``."""
     with ExitStack() as stack:
         if device == "cuda":
@@ -34,7 +37,19 @@ def trace_flex_attention(device: str) -> Iterator[None]:
             stack.enter_context(patch.object(attention, "has_flex_attention", lambda _: True))
             traced = partial(_attend_flex, attention._attend_flex)
             stack.enter_context(patch.object(attention, "_attend_flex", traced))
+            traced = partial(_attend_causal, F.scaled_dot_product_attention)
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", traced))
         yield
+
+
+def _attend_causal(
+    original: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, **options: Any
+) -> Tensor:
+    """Call the original function, unless no kernel of a CPU has these shapes."""
+    if not options["is_causal"] or q_BHTK.shape[3] == v_BGTV.shape[3]:
+        return original(q_BHTK, k_BGTK, v_BGTV, **options)  # type: ignore[no-any-return]
+    pairs = visited_pairs(q_BHTK.shape[2])
+    return torch.ops.weft.flex_attention(q_BHTK, k_BGTK, v_BGTV, pairs)[0]  # type: ignore[no-any-return]
 
 
 def _attend_flex(
