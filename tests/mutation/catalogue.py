@@ -2986,8 +2986,8 @@ FAULTS: list[Fault] = [
         "deferred gradients",
         "deferred gradients add up in the compute dtype",
         "parallel/private.py",
-        "if is_fsdp_unit(module) and not is_input_half and",
-        "if is_fsdp_unit(module) and reduce_scatter and not is_input_half and",
+        "if not is_fsdp_unit(module) or is_input_half:",
+        "if not is_fsdp_unit(module) or not reduce_scatter or is_input_half:",
         STAGES,
     ),
     Fault(

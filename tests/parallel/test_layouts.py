@@ -171,7 +171,7 @@ def test_split_backward_resharded_weights_updates_equal_one_process(layout: str)
     ],
 )
 def test_split_backward_compiled_or_recomputed_holds(layout: str, store_path: Path) -> None:
-    check(f"pp2 {layout}", store_path)
+    check_any(f"pp2 {layout}", store=store_path)
 
 
 @pytest.mark.slow

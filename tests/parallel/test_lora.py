@@ -157,7 +157,8 @@ def test_lora_compiled_gradients_equal_one_process(
     layout: str, quantize: str, store_path: Path
 ) -> None:
     model = [*WIDE, ("data.packing", "windows"), ("lora.quantize", quantize)]
-    check(f"{layout} compile.enable=true", store_path, model)
+    # In one process, compiled gradients of unquantized layers differ by up to 1.1e-5.
+    check(f"{layout} compile.enable=true", store_path, model, 3 * TOLERANCE)
 
 
 @pytest.mark.slow

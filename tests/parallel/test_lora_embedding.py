@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.harness import run_ranks
@@ -43,7 +44,8 @@ def many_embedding_gradients(jobs: list[Overrides], store: str) -> list[dict[str
         for name in ("lora_B", "lora_magnitude", "lora_embedding_A", "lora_embedding_B"):
             patch.setitem(lora.ADAPTER_INIT, name, Init("truncated_normal", 0.1))
         result = many_gradients(jobs, store)
-    assert all(any("embed_tokens.lora" in name for name in item["grads"]) for item in result[:1])
+    has_first_stage = dist.get_rank() == 0
+    assert not has_first_stage or any("embed_tokens.lora" in name for name in result[0]["grads"])
     return result
 
 
@@ -57,7 +59,7 @@ MORE = [
     f"dp_shard2 {TIED} lora.dropout=0.1",
     f"dp_shard2 {UNTIED} lora.dora=true activation_checkpoint.mode=full",
     f"pp2 {TIED} pipeline.schedule=ZBVZeroBubble",  # both copies are on one rank
-    f"tp2 pp2 {TIED} model.vocab_size=510",
+    f"tp2 pp2 {TIED} model.vocab_size=513",
     f"tp3 sequence_parallel=false {UNTIED} lora.dora=true train.global_batch_size=6",
     f"dp_shard2 pp2 {UNTIED} pipeline.schedule=Interleaved1F1B",
     f"cp2 {TIED}",

@@ -570,22 +570,38 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
         if splits_backward:
             module.weight_gradients.is_deferred = is_input_half
         result = backward(*args, **options)
-        if is_fsdp_unit(module) and not is_input_half and not options["last_backward"]:
-            state = _fsdp_state(module)
+        if not is_fsdp_unit(module) or is_input_half:
+            return result
+        groups = [g for unit in _fsdp_state(module)._state_ctx.all_states for g in _param_groups(unit)]
+        if reduce_scatter:
+            for params in groups:
+                _fill_gradients(params)
+        if not options["last_backward"]:
             if reduce_scatter:
                 module.set_requires_gradient_sync(True)  # also sets all_reduce
                 module.set_requires_all_reduce(False)
-            for unit in state._state_ctx.all_states:
-                for params in _param_groups(unit):
-                    params.post_backward()
+            for params in groups:
+                params.post_backward()
             if reduce_scatter:
-                state._root_post_backward_final_callback()
+                _fsdp_state(module)._root_post_backward_final_callback()
                 module.set_requires_gradient_sync(False)
         return result
 
     if splits_backward or reduce_scatter:
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage, name, partial(run, getattr(stage, name)))
+
+
+def _fill_gradients(group: Any) -> None:
+    """Give parameters without a gradient one of zeros.
+
+    FSDP adds the sums of a shard group's microbatches by position, before it sums over replicas.
+    The first half of a backward pass adds gradients of norms to those of the microbatch before.
+    """
+    for param in group.fsdp_params:
+        weight = getattr(param, "_unsharded_param", None)
+        if weight is not None and weight.requires_grad and param.unsharded_accumulated_grad is None:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 def join_backward(stage: Any, num_microbatches: int) -> None:
