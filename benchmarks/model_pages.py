@@ -48,7 +48,7 @@ class Model(NamedTuple):
         hub: its name on the Hugging Face Hub, or "" if its text model must be saved first.
         kind, preset: of weft.
         full, lora: recipes that tune it; "": none.
-        pretrain: recipes that train its shape on their own cluster.
+        recipes: others that train it, or its shape, on their own cluster.
     """
 
     title: str
@@ -57,12 +57,22 @@ class Model(NamedTuple):
     preset: str
     full: str
     lora: str
-    pretrain: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
 
 
-def dense(title: str, hub: str, kind: str, preset: str, *pretrain: str) -> Model:
+def dense(title: str, hub: str, kind: str, preset: str, *recipes: str) -> Model:
     """Return a model of a size without recipes of that size; Qwen3's tune it."""
-    return Model(title, hub, kind, preset, "qwen3-8b-finetune", "qwen3-8b-lora", pretrain)
+    return Model(title, hub, kind, preset, "qwen3-8b-finetune", "qwen3-8b-lora", recipes)
+
+
+def qwen2_5(size: str) -> Model:
+    """Return a Qwen2.5."""
+    return dense(f"Qwen2.5 {size}", f"Qwen/Qwen2.5-{size}-Instruct", "qwen2", size.lower())
+
+
+def olmo(title: str, hub: str, kind: str, preset: str, *recipes: str) -> Model:
+    """Return an OLMo."""
+    return dense(f"OLMo {title}", f"allenai/{hub}-Instruct", kind, preset, *recipes)
 
 
 def qwen3(size: str, full: str = "", lora: str = "") -> Model:
@@ -72,19 +82,21 @@ def qwen3(size: str, full: str = "", lora: str = "") -> Model:
     return Model(f"Qwen3 {size}", hub, "qwen3", preset, full, lora)
 
 
-def llama(title: str, hub: str, preset: str, *pretrain: str) -> Model:
+def llama(title: str, hub: str, preset: str, *recipes: str) -> Model:
     """Return a Llama 3."""
     full = f"llama3-{preset}-finetune" if preset in ("1b", "3b") else "llama3-3b-finetune"
     lora = f"llama3-{preset}-lora" if preset in ("3b", "70b") else "llama3-3b-lora"
-    return Model(title, f"meta-llama/{hub}", "llama", preset, full, lora, pretrain)
+    return Model(title, f"meta-llama/{hub}", "llama", preset, full, lora, recipes)
 
 
-def gpt_oss(size: str) -> Model:
+def gpt_oss(size: str, *recipes: str) -> Model:
     """Return a gpt-oss."""
     full, lora = f"gpt-oss-{size}-finetune", f"gpt-oss-{size}-lora"
-    return Model(f"gpt-oss {size.upper()}", f"openai/gpt-oss-{size}", "gpt_oss", size, full, lora)
+    title, hub = f"gpt-oss {size.upper()}", f"openai/gpt-oss-{size}"
+    return Model(title, hub, "gpt_oss", size, full, lora, recipes)
 
 
+QWEN2_5_SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
 # Pages: title, first sentence, models.
 PAGES: dict[str, tuple[str, list[Model]]] = {
     "llama": (
@@ -126,9 +138,11 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
             ),
         ],
     ),
+    "qwen2.5": ("Qwen2.5", [*map(qwen2_5, QWEN2_5_SIZES)]),
     "gemma3": (
         "Gemma 3",
         [
+            dense("Gemma 3 1B", "google/gemma-3-1b-it", "gemma3", "1b"),
             Model("Gemma 3 4B", "", "gemma3", "4b", "gemma3-12b-finetune", "gemma3-4b-lora"),
             Model("Gemma 3 12B", "", "gemma3", "12b", "gemma3-12b-finetune", "gemma3-4b-lora"),
             Model("Gemma 3 27B", "", "gemma3", "27b", "gemma3-12b-finetune", "gemma3-27b-lora"),
@@ -138,24 +152,43 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
         "gpt-oss",
         [
             gpt_oss("20b"),
-            gpt_oss("120b"),
+            gpt_oss("120b", "gpt-oss-120b-finetune"),
+        ],
+    ),
+    "olmo": (
+        "OLMo",
+        [
+            olmo("2 1B", "OLMo-2-0425-1B", "olmo2", "1b"),
+            olmo("2 7B", "OLMo-2-1124-7B", "olmo2", "7b", "olmo2-7b"),
+            olmo("2 13B", "OLMo-2-1124-13B", "olmo2", "13b"),
+            olmo("2 32B", "OLMo-2-0325-32B", "olmo2", "32b"),
+            olmo("3 7B", "Olmo-3-7B", "olmo3", "7b", "olmo3-7b"),
+            olmo("3.1 32B", "Olmo-3.1-32B", "olmo3", "32b"),
         ],
     ),
     "others": (
-        "Mistral, Phi, OLMo and DeepSeek",
+        "Mistral, Mixtral, Phi, SmolLM and DeepSeek",
         [
+            dense("Mistral 7B", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "7b-v0.3"),
             dense("Mistral NeMo 12B", "mistralai/Mistral-Nemo-Base-2407", "mistral", "nemo-12b"),
             dense("Phi-4", "microsoft/phi-4", "phi3", "4"),
-            dense("OLMo 2 7B", "allenai/OLMo-2-1124-7B-Instruct", "olmo2", "7b", "olmo2-7b"),
-            dense("OLMo 3 7B", "allenai/Olmo-3-7B-Instruct", "olmo3", "7b", "olmo3-7b"),
+            dense("SmolLM3 3B", "HuggingFaceTB/SmolLM3-3B", "smollm3", "3b"),
+            Model(
+                "Mixtral 8x7B",
+                "mistralai/Mixtral-8x7B-Instruct-v0.1",
+                "mixtral",
+                "8x7b",
+                "qwen3-30b-a3b-finetune",
+                "qwen3-30b-a3b-lora",
+            ),
             Model(
                 "DeepSeek-V3",
-                "deepseek-ai/DeepSeek-V3-Base",
+                "deepseek-ai/DeepSeek-V3",
                 "deepseek_v3",
                 "671b",
                 "",
                 "",
-                ("deepseek-v3-671b",),
+                ("deepseek-v3-671b-lora", "deepseek-v3-671b"),
             ),
         ],
     ),
@@ -285,11 +318,17 @@ def predict_model(model: Model) -> Iterator[Json]:
                 continue
             if row := predict_row(model, cluster, way):
                 yield with_own_recipe(model, row)
-    for recipe in model.pretrain:
+    for recipe in model.recipes:
         began = time.monotonic()
-        row = {"way": "pre-train", **predict(recipe, {}, None)}
+        row = {"way": way_of(recipe), **predict(recipe, {}, None)}
         report(model, row, time.monotonic() - began)
         yield row
+
+
+def way_of(recipe: str) -> str:
+    """Return how a recipe trains."""
+    job = read_job(recipe)[0]
+    return "LoRA" if job.lora.rank else "full" if job.train.epochs else "pre-train"
 
 
 def predict_row(model: Model, cluster: str, way: str) -> Json | None:
@@ -483,7 +522,7 @@ have 4,096 tokens. An empty cell does not mean that a model needs more GPUs: not
 def index(record: Json) -> str:
     """Return the text of the page that lists all models."""
     lines = [
-        f"| model | {' | '.join(map(describe_cluster, CLUSTERS))} | pre-training planned on |",
+        f"| model | {' | '.join(map(describe_cluster, CLUSTERS))} | planned on other GPUs |",
         "|---" * (2 + len(CLUSTERS)) + "|",
     ]
     for name, (_, models) in PAGES.items():
@@ -494,8 +533,12 @@ def index(record: Json) -> str:
                 rows = record["rows"][model.title]
                 found |= {row["way"] for row in rows if row["cluster"] == cluster}
                 cells.append(", ".join(way for way in WAYS if way in found))
-            trained = [row for row in record["rows"][model.title] if row["way"] == "pre-train"]
-            cells.append(", ".join(describe_cluster(row["cluster"]) for row in trained))
+            others = [
+                f"{row['way']}: {describe_cluster(row['cluster'])}"
+                for row in record["rows"][model.title]
+                if row["way"] == "pre-train" or row["cluster"] not in CLUSTERS
+            ]
+            cells.append(", ".join(others))
             lines.append(f"| {' | '.join(cells)} |")
     names = "\n".join(PAGES)
     toctree = f"```{{toctree}}\n:hidden:\n\n{names}\n```\n"

@@ -148,6 +148,7 @@ TUNED = {
     "gpt-oss-20b-lora": ("gpt_oss", "20b", 1),
     "gpt-oss-120b-finetune": ("gpt_oss", "120b", 64),
     "gpt-oss-120b-lora": ("gpt_oss", "120b", 8),
+    "deepseek-v3-671b-lora": ("deepseek_v3", "671b", 32),
 }
 # And those that pre-train the shape of a published model.
 SHAPED = {

@@ -38,18 +38,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import compare_replicas
 from weft.checkpoint.manifest import CheckpointError
-from weft.config.errors import WeftError
+from weft.config.errors import WeftError, lookup
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch
 from weft.monitor.anomaly import Anomaly, StepResult, reduce_result
-from weft.monitor.autograd_anomaly import trace_backward_nan
 from weft.monitor.device_memory import is_out_of_memory, out_of_memory
 from weft.monitor.faults import fault_point
 from weft.monitor.signals import Votes
@@ -150,7 +149,8 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
     train_step, sizes = run.built.train_step, [len(batch.tokens_BT) for batch in batches]
     nan_tracer: AbstractContextManager[None] = nullcontext()
     if run.plan.job.debug.autograd_anomaly:
-        nan_tracer = trace_backward_nan(run.layer_stats.layers, sizes)
+        trace: Any = lookup("weft.monitor.autograd_anomaly:trace_backward_nan", {})
+        nan_tracer = trace(run.layer_stats.layers, sizes)
     with run.layer_stats.record_forward(step, sizes), nan_tracer:
         # Counts targets over all replica groups; sums gradients inside this one.
         loss = train_step.forward_backward(batches, run.replicas.sum)
