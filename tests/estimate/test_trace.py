@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
 from tests.layouts import LARGER_RINGS, MATRIX, parse
@@ -418,6 +419,7 @@ TILES = "train.seq_len=8192 model.max_seq_len=8192 data.packing=documents model.
             "cp4 cp_method=ring model.sliding_window=300 activation_checkpoint.mode=full",
             marks=pytest.mark.slow,
         ),
+        "cp2 activation_checkpoint.mode=selective train.seq_len=512 model.sliding_window=100",
     ],
 )
 def test_traces_repeated_blocks_of_attention_are_recorded_as_if_they_ran(
@@ -431,7 +433,7 @@ def test_traces_repeated_blocks_of_attention_are_recorded_as_if_they_ran(
         return dispatch(*args, **kwargs)
 
     monkeypatch.setattr(OpRecorder, "__torch_dispatch__", counted)
-    ranks, overrides = parse(f"{layout} {TILES}")
+    ranks, overrides = parse(f"{TILES} {layout}")
     machine = cluster_machine(parse_cluster(f"1x{ranks}xH100"))
     plan = resolve(small_job(*BASE, *overrides), machine)
     forecasts = []
@@ -440,5 +442,9 @@ def test_traces_repeated_blocks_of_attention_are_recorded_as_if_they_ran(
             monkeypatch.setattr(OpRecorder, "record_repeated", lambda _, f, *args: f(*args))
         numbers.append(0)
         forecasts.append(forecast(plan, machine, device_spec(plan, machine)).to_dict())
-    assert numbers[0] < 0.6 * numbers[1]
-    assert forecasts[0] == forecasts[1]
+    if "selective" not in layout:
+        assert numbers[0] < 0.6 * numbers[1]
+    # The time may be of kernels in another order.
+    for leaf, expected in zip(*map(tree_leaves, forecasts), strict=True):
+        is_number = isinstance(expected, float)
+        assert leaf == (pytest.approx(expected, rel=1e-5) if is_number else expected)

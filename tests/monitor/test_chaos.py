@@ -55,9 +55,12 @@ def note_batches(path: str) -> None:
         def get_microbatches(self, consumed: int, *groups: int) -> list[Batch]:
             batches = super().get_microbatches(consumed, *groups)
             rows = torch.cat([batch.tokens_BT for batch in batches])
-            first = consumed + self.dp_rank * len(rows)
+            stride, start = 1, self.dp_rank * len(rows)
+            if self.is_strided:
+                stride, start = self.dp_size, self.dp_rank
+            positions = range(consumed + start, consumed + self.global_batch_size, stride)
             with open(path, "a", encoding="utf-8") as file:
-                for position, row in enumerate(rows, first):
+                for position, row in zip(positions, rows, strict=False):
                     file.write(f"{position} {hashlib.sha1(np.asarray(row)).hexdigest()}\n")
             return batches
 

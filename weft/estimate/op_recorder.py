@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -351,8 +352,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a function that changes tensors in place; call it once for each shape.
 
         Attention over blocks runs the same operators for thousands of blocks, whose slices differ
-        only in their offsets.  What a call allocates, it frees.  So the memory of a call is left
-        out if an equal one came before, and other memory has not changed since.
+        only in their offsets.  The memory of a call is left out if an equal one came before, and
+        other memory has not changed since.  Every call runs if some of its memory stays or is of
+        earlier calls, as with selective recomputation, which keeps outputs of operators.
         """
         leaves = tree_leaves(args)
         ids = [self.register(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -361,7 +363,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.mode is None or not self.location.is_in_block or key not in self._repeated:
             first = len(self.events)
             function(*args)
-            self._repeated[key] = self.events[first:], ids
+            events = self.events[first:]
+            if _frees_what_it_allocates(events):
+                self._repeated[key] = events, ids
             return
         end, recent = self._since
         if any(event.call is None for event in self.events[end:]):
@@ -480,6 +484,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             causal = flops > 0 and is_causal(func, args, kwargs)
             call = OpCall(name, flops, shapes, tuple(reads), tuple(writes), "", causal)
         self._append(block, call=call)
+
+
+def _frees_what_it_allocates(events: Iterable[Event]) -> bool:
+    """Return True if no storage is larger or smaller after the events."""
+    changes: Counter[int] = Counter()
+    for event in events:
+        changes[event.storage] += event.bytes
+    return not any(changes.values())
 
 
 def _repeat_key(leaf: Any) -> object:
