@@ -572,8 +572,7 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
         result = backward(*args, **options)
         if not is_fsdp_unit(module) or is_input_half:
             return result
-        units = _fsdp_state(module)._state_ctx.all_states
-        groups = [params for unit in units for params in _param_groups(unit)]
+        groups = [g for s in _fsdp_state(module)._state_ctx.all_states for g in _param_groups(s)]
         if reduce_scatter:
             for params in groups:
                 _fill_gradients(params)
