@@ -45,10 +45,12 @@ class Model(NamedTuple):
 
     Attributes:
         title: its name for people.
-        hub: its name on the Hugging Face Hub, or "" if its text model must be saved first.
+        hub: its name on the Hugging Face Hub, or "" if only its text model is trained.
         kind, preset: of weft.
         full, lora: recipes that tune it; "": none.
         recipes: others that train it, or its shape, on their own cluster.
+        directory: of weights that must be saved first; "": weft reads the published files.
+        remark: how to save them.
     """
 
     title: str
@@ -58,11 +60,29 @@ class Model(NamedTuple):
     full: str
     lora: str
     recipes: tuple[str, ...] = ()
+    directory: str = ""
+    remark: str = ""
 
 
 def dense(title: str, hub: str, kind: str, preset: str, *recipes: str) -> Model:
     """Return a model of a size without recipes of that size; Qwen3's tune it."""
     return Model(title, hub, kind, preset, "qwen3-8b-finetune", "qwen3-8b-lora", recipes)
+
+
+TEXT_MODEL = (
+    "The published files are of a multi-modal model. Save its text model as the directory "
+    "`text-model` first: see [Models](../models.md#import-and-export)."
+)
+BFLOAT16 = (
+    "The published files are in float8, which weft does not read. Convert them to bfloat16 first, "
+    "by `inference/fp8_cast_bf16.py` of DeepSeek's repository."
+)
+
+
+def gemma3(size: str, full: str, lora: str) -> Model:
+    """Return a multi-modal Gemma 3."""
+    title, preset = f"Gemma 3 {size}", size.lower()
+    return Model(title, "", "gemma3", preset, full, lora, (), "text-model", TEXT_MODEL)
 
 
 def qwen2_5(size: str) -> Model:
@@ -97,7 +117,7 @@ def gpt_oss(size: str, *recipes: str) -> Model:
 
 
 QWEN2_5_SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
-# Pages: title, first sentence, models.
+# Pages: title, models.
 PAGES: dict[str, tuple[str, list[Model]]] = {
     "llama": (
         "Llama 3",
@@ -143,9 +163,9 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
         "Gemma 3",
         [
             dense("Gemma 3 1B", "google/gemma-3-1b-it", "gemma3", "1b"),
-            Model("Gemma 3 4B", "", "gemma3", "4b", "gemma3-12b-finetune", "gemma3-4b-lora"),
-            Model("Gemma 3 12B", "", "gemma3", "12b", "gemma3-12b-finetune", "gemma3-4b-lora"),
-            Model("Gemma 3 27B", "", "gemma3", "27b", "gemma3-12b-finetune", "gemma3-27b-lora"),
+            gemma3("4B", "gemma3-12b-finetune", "gemma3-4b-lora"),
+            gemma3("12B", "gemma3-12b-finetune", "gemma3-4b-lora"),
+            gemma3("27B", "gemma3-12b-finetune", "gemma3-27b-lora"),
         ],
     ),
     "gpt-oss": (
@@ -189,6 +209,8 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
                 "",
                 "",
                 ("deepseek-v3-671b-lora", "deepseek-v3-671b"),
+                "deepseek-v3-bf16",
+                BFLOAT16,
             ),
         ],
     ),
@@ -450,7 +472,7 @@ def commands(model: Model, rows: list[Json]) -> Iterator[str]:
         words, run_dir = command_of(row), "runs/" + model.title.lower().replace(" ", "-")
         data = f"--data.path chats.jsonl --run.dir {run_dir}"
         yield f"$ weft plan {words} --cluster {row['cluster']}"
-        yield f"$ weft train {words} --model.path {model.hub or 'text-model'} {data}"
+        yield f"$ weft train {words} --model.path {model.directory or model.hub} {data}"
         yield f"$ weft generate {run_dir} --chat --prompt 'What is 2 + 2?'"
         yield f"$ weft export {run_dir} out"
     yield from ("```", "")
@@ -471,12 +493,8 @@ def section(model: Model, rows: list[Json]) -> Iterator[str]:
     yield from table(rows)
     yield ""
     yield from commands(model, rows)
-    if not model.hub:
-        yield (
-            "The published files are of a multi-modal model. Save its text model as the directory "
-            "`text-model` first: see [Models](../models.md#import-and-export)."
-        )
-        yield ""
+    if model.remark:
+        yield from (model.remark, "")
 
 
 HEAD = """# {title}
@@ -522,7 +540,7 @@ have 4,096 tokens. An empty cell does not mean that a model needs more GPUs: not
 def index(record: Json) -> str:
     """Return the text of the page that lists all models."""
     lines = [
-        f"| model | {' | '.join(map(describe_cluster, CLUSTERS))} | planned on other GPUs |",
+        f"| model | {' | '.join(map(describe_cluster, CLUSTERS))} | also planned |",
         "|---" * (2 + len(CLUSTERS)) + "|",
     ]
     for name, (_, models) in PAGES.items():

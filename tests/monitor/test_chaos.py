@@ -55,12 +55,12 @@ def note_batches(path: str) -> None:
         def get_microbatches(self, consumed: int, *groups: int) -> list[Batch]:
             batches = super().get_microbatches(consumed, *groups)
             rows = torch.cat([batch.tokens_BT for batch in batches])
-            stride, start = 1, self.dp_rank * len(rows)
+            stride, first = 1, consumed + self.dp_rank * len(rows)
             if self.is_strided:
-                stride, start = self.dp_size, self.dp_rank
-            positions = range(consumed + start, consumed + self.global_batch_size, stride)
+                stride, first = self.dp_size, consumed + self.dp_rank
             with open(path, "a", encoding="utf-8") as file:
-                for position, row in zip(positions, rows, strict=False):
+                for index, row in enumerate(rows):
+                    position = first + index * stride
                     file.write(f"{position} {hashlib.sha1(np.asarray(row)).hexdigest()}\n")
             return batches
 

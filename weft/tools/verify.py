@@ -276,17 +276,18 @@ def compute_limits(
     mean = sum(factors.values()) / max(1, len(factors))
     noise |= {("factors", name): max(error, mean) for name, error in factors.items()}
     # Weights of the same name in all layers give more samples of noise than one weight.
-    pooled: Errors = {}
-    for (kind, name), error in noise.items():
-        key = kind, _of_any_layer(kind, name)
-        pooled[key] = max(error, pooled.get(key, 0.0))
-    noise = {(kind, name): pooled[kind, _of_any_layer(kind, name)] for kind, name in noise}
+    for kind in ("gradients", "factors"):
+        errors = select_kind(noise, kind)
+        largest: dict[str, float] = {}
+        for name, error in errors.items():
+            largest[_without_layer(name)] = max(error, largest.get(_without_layer(name), 0.0))
+        noise |= {(kind, name): largest[_without_layer(name)] for name in errors}
     floor = FLOOR[compute_dtype]
     return {key: FLOORS.get(key[0], floor) + FACTOR * error for key, error in noise.items()}
 
 
-def _of_any_layer(kind: str, name: str) -> str:
-    return re.sub(r"\d+", "N", name) if kind in ("gradients", "factors") else name
+def _without_layer(name: str) -> str:
+    return re.sub(r"\d+", "", name)
 
 
 def compare_to_reference(
