@@ -106,6 +106,9 @@ def test_grouped_products_have_the_speed_of_their_dtype() -> None:
         columns = ((96, 1040), (1040, 64), *inputs[2:])
         expected = Matmul(96, 260, 64, 1, precision, 4)
         assert to_matmul(OpCall(name, 0.0, columns, (), ())) == expected
+        # Half of the experts compute, and half of the rows are none.
+        chunk = to_matmul(OpCall(name, 0.0, inputs, (), ()), num_chunks=2, padding=2.0)
+        assert chunk == Matmul(260, 64, 96, 1, precision, 2)
 
 
 @pytest.mark.slow
@@ -127,3 +130,33 @@ def test_trace_of_float8_experts_has_float8_products_only() -> None:
     # Of each layer: gate, up and down; forward, recomputation and two gradients.
     assert set(products) == {"scaled_grouped_mm"}
     assert products["scaled_grouped_mm"] % (2 * 3 * 4) == 0
+
+
+@pytest.mark.slow
+def test_pricer_dispatch_of_experts_moves_and_hides_what_it_should() -> None:
+    """Padding multiplies what travels, chunks hide half of it; products compute the same rows."""
+    totals = []
+    for keys in ({}, {"ep_dispatch": "padded", "ep_capacity_factor": "1.5"}, {"ep_chunks": "2"}):
+        overrides = [("parallel.ep", "2"), ("train.seq_len", "1024"), ("model.num_layers", "4")]
+        overrides += [(f"parallel.{name}", value) for name, value in keys.items()]
+        moe = [("model.kind", "moe"), ("model.preset", "toy-moe"), ("model.max_seq_len", "1024")]
+        moe.append(("model.num_experts", "16"))
+        job, _, errors = read_job("demo", [*moe, *overrides])
+        errors.raise_any()
+        plan = resolve(job, cluster_machine(parse_cluster("1x4xH100")))
+        pricer = TracePricer(trace_ranks(plan)[0], plan, get_device("H100"))
+        exchanged, flops = Counter[str](), 0.0
+        for work, times in pricer.price_stage(0).forward:
+            for op in work.collectives:
+                if op.axis == "ep":
+                    exchanged[op.overlap] += op.bytes * op.times * times
+            for matmul in work.matmuls:
+                if matmul.groups > 1:
+                    flops += matmul.m * matmul.k * matmul.n * matmul.groups * times
+        totals.append((exchanged, flops))
+    (plain, flops), (padded, padded_flops), (chunks, chunk_flops) = totals
+    assert plain.keys() == padded.keys() == {"exposed"}
+    assert padded["exposed"] == pytest.approx(1.5 * plain["exposed"], rel=0.01)
+    assert chunks["exposed"] == pytest.approx(chunks["prefetch"])
+    assert chunks.total() == pytest.approx(plain.total(), rel=0.01)
+    assert flops == pytest.approx(padded_flops, rel=0.01) == pytest.approx(chunk_flops, rel=0.01)

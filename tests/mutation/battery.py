@@ -607,6 +607,9 @@ TECHNIQUES: dict[str, Technique] = {
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
     "qwen3": _key("models/layers.py", model__kind="qwen3", model__preset="toy"),
     "ep": _key("parallel/expert_parallel.py", parallel__ep="2"),
+    "padded": _key("parallel/expert_dispatch.py", parallel__ep_dispatch="padded"),
+    "small buffers": _key("parallel/expert_dispatch.py", parallel__ep_capacity_factor="1"),
+    "parts of experts": _key("parallel/expert_dispatch.py", parallel__ep_chunks="2"),
     "float8": _key(
         "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"
     ),
@@ -645,6 +648,9 @@ LAYOUTS: list[str] = [
     "looped, dp_replicate, replica outer",
     "1f1b, short, dp_replicate, each microbatch",
     "moe, dp_shard, ep, tp",
+    "moe, dp_shard, ep, padded",
+    "moe, dp_shard, ep, padded, small buffers",
+    "moe, dp_shard, ep, parts of experts",
     "moe, 1f1b, ep, dp_shard",
     "lora, tp, dp_shard",
     "lora, moe, dp_shard, ep",

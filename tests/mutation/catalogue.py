@@ -40,7 +40,12 @@ ATTENTION = (
     "parallel/block_attention.py",
     "parallel/collectives.py",
 )
-EXPERTS = ("models/moe.py", "parallel/expert_parallel.py", "optim/balance.py")
+EXPERTS = (
+    "models/moe.py",
+    "parallel/expert_parallel.py",
+    "parallel/expert_dispatch.py",
+    "optim/balance.py",
+)
 LOSS = ("train/step.py", "train/loss.py", "train/loss.py")
 SHARDS = (
     "parallel/data_parallel.py",
@@ -1382,25 +1387,75 @@ FAULTS: list[Fault] = [
     Fault(
         "experts",
         "rows stay in the order of the ranks",
-        "parallel/expert_parallel.py",
-        "right=True) % counts_PL.shape[1]",
+        "parallel/expert_dispatch.py",
+        "right=True) % groups_PM.shape[1]",
         "right=True)",
         EXPERTS,
     ),
     Fault(
         "shuffled order",
         "rows are not brought back",
-        "parallel/expert_parallel.py",
-        "rows_QD = run_function(Permute, rows_QD, inverse_Q, order_Q)",
+        "parallel/expert_dispatch.py",
+        "rows_QD = run_function(MoveRows, rows_QD, self.orders[chunk], sum(self.received[chunk]))",
         "rows_QD = rows_QD * 1",
         EXPERTS,
     ),
     Fault(
         "lost scale",
         "gradients of rows are a mean",
-        "parallel/collectives.py",
-        "return with_adjoint(there, back)(x_RD, group)",
-        "return with_adjoint(there, lambda grad, group: back(grad, group) / 2)(x_RD, group)",
+        "parallel/expert_dispatch.py",
+        "return _wait(started), None",
+        "return _wait(started) / 2, None",
+        EXPERTS,
+    ),
+    Fault(
+        "experts",
+        "nobody notices that a buffer is too small",
+        "parallel/expert_dispatch.py",
+        "(dispatch.sent_PN > capacity)",
+        "(dispatch.sent_PN < 0)",
+        EXPERTS,
+    ),
+    Fault(
+        "experts",
+        "a buffer begins in the last row of another",
+        "parallel/expert_dispatch.py",
+        "torch.arange(len(sizes_PN), device=sizes_PN.device) * self.capacity",
+        "torch.arange(len(sizes_PN), device=sizes_PN.device) * (self.capacity - 1)",
+        EXPERTS,
+    ),
+    Fault(
+        "experts",
+        "rows for another rank go with another chunk",
+        "parallel/expert_dispatch.py",
+        "starts_PN = starts_NP.view(self.num_chunks, -1).t().flatten()",
+        "starts_PN = starts_NP",
+        EXPERTS,
+    ),
+    Fault(
+        "experts",
+        "the first chunk's rows get the last experts",
+        "parallel/expert_dispatch.py",
+        "F.pad(counts_M, (num_before, num_after))",
+        "F.pad(counts_M, (num_after, num_before))",
+        EXPERTS,
+    ),
+    Fault(
+        "experts",
+        "rows without an expert get the first of the next rank's",
+        "parallel/expert_dispatch.py",
+        "num_empty_P1 = self.capacity - received_PM.sum(1, keepdim=True)",
+        "num_empty_P1 = 0 * received_PM.sum(1, keepdim=True)",
+        EXPERTS,
+    ),
+    Fault(
+        "lost scale",
+        "a step that is computed again adds to its gradients",
+        "train/step.py",
+        """            for part in self.model_parts:
+                part.zero_grad()
+""",
+        "",
         EXPERTS,
     ),
     Fault(
@@ -2654,8 +2709,8 @@ FAULTS: list[Fault] = [
         "swapped tensors",
         "adapted experts share a bias",
         "models/layers.py",
-        "bias = bias.repeat_interleave(counts_E, dim=0, output_size=len(out))",
-        "bias = bias[:1].expand(len(out), -1)",
+        "F.pad(bias, (0, 0, 0, 1)).repeat_interleave(counts, dim=0, output_size=len(out))",
+        "bias[:1].expand(len(out), -1)",
         ADAPTERS,
     ),
     Fault(
@@ -3191,8 +3246,8 @@ FAULTS: list[Fault] = [
         "wrong group",
         "rows go to the ranks that have the same experts",
         "parallel/expert_parallel.py",
-        'mesh.get_group("ep"))  # type',
-        'mesh.get_group("edp"))  # type',
+        'enable_dispatch(layers, mesh.get_group("ep"), section)',
+        'enable_dispatch(layers, mesh.get_group("edp"), section)',
         EXPERTS,
     ),
     Fault(

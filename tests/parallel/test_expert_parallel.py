@@ -130,6 +130,7 @@ COMPILED_EXTRA = [
     "dp_shard2 activation_checkpoint.mode=budget activation_checkpoint.memory_budget=0.5",
     "dp_shard2 lora.rank=3 activation_checkpoint.mode=selective",
     "dp_shard2 lora.rank=2 ep=2",
+    "dp_shard2 ep=2 ep_dispatch=padded ep_chunks=2",
     "tp2",
     "cp2",
     "pp2",

@@ -48,6 +48,7 @@ ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))
 # key=value; overrides and ranks with which the key has no effect; overrides and ranks with which it
 # has one.
 # fmt: off
+EXPERTS = "model.kind=moe model.preset=toy-moe parallel.ep=2"
 CASES = [
     ("run.nproc_per_node=2", "", Machine("cpu", 4, world_size=4), "", 2),
     ("run.nodes=2", "", Machine("cpu", 4, world_size=4, local_world_size=4),
@@ -72,6 +73,10 @@ CASES = [
     ("parallel.cp_load_balance=false", "", 2, "parallel.cp=2", 2),
     ("parallel.mesh_order=replica-outer", "parallel.dp_replicate=2", 2,
      "parallel.dp_replicate=2 parallel.pp=2 model.tied_embeddings=false", 4),
+    ("parallel.ep_dispatch=padded", "", 2, f"{EXPERTS} precision.compute_dtype=bfloat16", 2),
+    ("parallel.ep_capacity_factor=3.0", EXPERTS, 2,
+     f"{EXPERTS} parallel.ep_dispatch=padded precision.compute_dtype=bfloat16", 2),
+    ("parallel.ep_chunks=2", "", 2, EXPERTS, 2),
     ("parallel.reshard_after_forward=never", "", 1, "", 2),
     ("parallel.gradient_sync=microbatch", "", 2, "train.microbatch_size=2", 2),
     ("parallel.gradient_sync=microbatch", "train.microbatch_size=2", 1, "train.microbatch_size=2",

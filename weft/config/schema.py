@@ -396,6 +396,21 @@ class ParallelSection(Section):
     pp: Positive = key(1, "pipeline-parallel degree")
     cp: Positive = key(1, "context-parallel degree")
     ep: Positive = key(1, "expert-parallel degree; divides dp_shard x cp")
+    ep_dispatch: Text = key(
+        "alltoall",
+        "ep: exchange of tokens. alltoall: of exact numbers, which the host waits for once per "
+        "layer; padded: of buffers of a fixed size, without a wait; deepep: by the kernels of "
+        "DeepEP, on GPUs; or module:Name of your own",
+    )
+    ep_capacity_factor: Annotated[float, Field(ge=1)] = key(
+        2.0,
+        "ep_dispatch=padded: size of the buffers, relative to perfectly balanced experts; a step "
+        "that needs more is computed again with exact numbers",
+    )
+    ep_chunks: Positive = key(
+        1,
+        "ep: parts of a layer's experts; the tokens of one part travel while another computes",
+    )
     sequence_parallel: bool = key(True, "tp: shard activations between matmuls along the sequence")
     async_tp: bool = key(False, "tp: overlap communication with matmuls (SymmetricMemory)")
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
@@ -437,6 +452,11 @@ class ParallelSection(Section):
         "elements below which a parameter stays unsharded from its first use to the end of a step",
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
+
+    @property
+    def ep_padding(self) -> float:
+        """Size of the buffers of experts, relative to balance; 1: exact numbers of tokens."""
+        return self.ep_capacity_factor if self.ep_dispatch == "padded" else 1.0
 
     @property
     def ranks_per_shard(self) -> int:

@@ -26,6 +26,8 @@ def make_traceable(plan: Plan, device: str) -> Plan:
         "compile": {"enable": False},
         "parallel": {"symmetric_memory": False},
     }
+    if job.parallel.ep_padding == 1:  # all others exchange as many tokens
+        changes["parallel"]["ep_dispatch"] = "alltoall"
     if device == "cuda":
         changes["data"] = {"packing": "windows"}
         if job.data.format == "chat":

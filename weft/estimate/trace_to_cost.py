@@ -73,7 +73,10 @@ class TracePricer:
             "dp_replicate": "prefetch",
             "edp": "prefetch",
             "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
-        }  # experts (ep) wait for tokens, and the next operators for experts
+        }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
+        parallel = plan.job.parallel
+        self.num_chunks = parallel.ep_chunks if plan.ep > 1 else 1
+        self.padding = min(parallel.ep_padding, plan.ep * self.num_chunks) if plan.ep > 1 else 1.0
         # By the ``id`` of calls, which live as long as the trace.
         self.fused = find_fused_exchanges(trace.op_trace.events) if plan.async_tp else set()
         self.costs: dict[int, tuple[float, int]]
@@ -149,12 +152,17 @@ class TracePricer:
             traffic += moved
             kernels += launched
             if call.name in MATMUL_OPS:
-                matmuls.append(to_matmul(call))
+                matmuls.append(to_matmul(call, self.num_chunks, self.padding))
             elif "attention" in call.name:
                 attention.append(to_attention(call, self.kernel))
             elif call.group:
                 op = self._collective(call)
-                if op is not None:
+                if op is not None and call.name == "all_to_all" and op.axis == "ep":
+                    # Only the first chunk's tokens and the last chunk's results are waited for.
+                    exposed = op.times / self.num_chunks
+                    hidden = op._replace(times=op.times - exposed, overlap="prefetch")
+                    collectives += [op._replace(times=exposed), *([hidden] if hidden.times else [])]
+                elif op is not None:
                     collectives.append(op)
         return Work(tuple(matmuls), tuple(attention), traffic, kernels, tuple(collectives))
 
@@ -267,27 +275,33 @@ def _is_barrier(call: OpCall) -> bool:
     return call.name in MATMUL_OPS or "attention" in call.name or bool(call.group)
 
 
-def to_matmul(call: OpCall) -> Matmul:
-    """Convert a call to a matmul, single or batched."""
+def to_matmul(call: OpCall, num_chunks: int = 1, padding: float = 1.0) -> Matmul:
+    """Convert a call to a matmul, single or batched.
+
+    Args:
+        call: the call.
+        num_chunks: grouped products have rows in one of so many parts of their groups.
+        padding: rows of a grouped product, over those that it multiplies.
+    """
     first = MATMUL_OPS[call.name]
     a, b = call.shapes[first], call.shapes[first + 1]
     precision: Precision = "float8" if "scaled" in call.name else "bf16"
     if "grouped" in call.name:
-        return _grouped_matmul(a, b, call.shapes[-1][0], precision)
+        return _grouped_matmul(a, b, call.shapes[-1][0] // num_chunks, padding, precision)
     groups = a[0] if len(a) == 3 else 1
     return Matmul(a[-2], a[-1], b[-1], 1, precision, groups)
 
 
 def _grouped_matmul(
-    a: tuple[int, ...], b: tuple[int, ...], groups: int, precision: Precision = "bf16"
+    a: tuple[int, ...], b: tuple[int, ...], groups: int, padding: float, precision: Precision
 ) -> Matmul:
-    """Return a grouped matmul with equally large groups.
+    """Return a grouped matmul with equally large groups; see `to_matmul`.
 
     Either rows are grouped, with a matrix per group, or the contracted dimension is.
     """
     if len(b) == 3:
-        return Matmul(a[0] / groups, a[1], b[2], 1, precision, groups)
-    return Matmul(a[0], a[1] / groups, b[1], 1, precision, groups)
+        return Matmul(a[0] / padding / groups, a[1], b[2], 1, precision, groups)
+    return Matmul(a[0], a[1] / padding / groups, b[1], 1, precision, groups)
 
 
 def to_attention(call: OpCall, kernel: AttentionKernel) -> Attention:

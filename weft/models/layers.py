@@ -144,10 +144,10 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
     Args:
         x_RD: ``[R, D]``.
         weight_EFD: one ``[F, D]`` matrix per group.
-        counts_E: int64, rows per group; they sum to R.
+        counts_E: int64, rows per group; they sum to R.  In bfloat16 there may be more rows.
 
     Returns:
-        ``[R, F]`` in the dtype of ``x_RD``.
+        ``[R, F]`` in the dtype of ``x_RD``; undefined in rows after the last group.
     """
     if x_RD.dtype == torch.bfloat16 and len(x_RD):
         width = weight_EFD.shape[1]
@@ -172,9 +172,10 @@ def linear(
 
 
 def add_bias(out: Tensor, bias: Tensor | None, counts_E: Tensor | None = None) -> Tensor:
-    """Add a bias ``[F]``; with ``counts_E`` that of each row's group, ``[E, F]``."""
+    """Add a bias ``[F]``; with ``counts_E`` ``[E, F]``, to the rows of each group."""
     if bias is not None and counts_E is not None:
-        bias = bias.repeat_interleave(counts_E, dim=0, output_size=len(out))
+        counts = torch.cat((counts_E, len(out) - counts_E.sum(0, keepdim=True)))
+        bias = F.pad(bias, (0, 0, 0, 1)).repeat_interleave(counts, dim=0, output_size=len(out))
     return out if bias is None else out + bias.to(out.dtype)
 
 

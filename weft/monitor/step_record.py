@@ -104,6 +104,7 @@ class StepRecord:
     ranks: dict[str, dict[str, float]] | None = None
     layer_grad_norms: dict[str, float] | None = None  # L2 norm of each layer, before clipping
     moe_max_load: float | None = None  # tokens of the most loaded expert over the mean, worst layer
+    moe_overflows: int | None = None  # steps since the last record computed again with exact sizes
     # Of routers: the means of their losses over the layers, which are not part of ``loss``, and
     # each metric of each layer: see `ROUTER_METRICS`.
     router_metrics: dict[str, float] | None = None
@@ -206,7 +207,7 @@ TRACKER_NAMES = {
     "loss/": "train/loss/",
     "eval_loss/": "eval/loss/",
     "grad_norm/": "grad_norm/",
-    **{name: f"train/{name}" for name in ROUTER_METRICS},
+    **{name: f"train/{name}" for name in (*ROUTER_METRICS, "moe_overflows")},
     **{f"{name}/": f"{name}/" for name in ROUTER_METRICS},
 }
 

@@ -205,7 +205,7 @@ def _shard_experts(experts: list[Any], plan: Plan, mesh: DeviceMesh) -> None:
 
     if plan.compiles_experts:  # for any number of rows
         apply_compile(experts, plan.job.compile.cache_dir, fullgraph=False, dynamic=True)
-    apply_expert_parallel(experts, mesh)
+    apply_expert_parallel(experts, mesh, plan.job.parallel)
 
 
 def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:

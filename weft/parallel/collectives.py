@@ -5,8 +5,7 @@ gradients.  `_Collective` takes both as functions, so that one autograd function
 are functional collectives, which torch.compile traces and can overlap with matmuls; the public ones
 would break its graph.  torch 2.13's have gradients too, but 2.11's have none.
 
-Shapes in names: B sequences, T tokens of a sequence, D model width, R rows to send, Q rows that a
-rank receives.
+Shapes in names: B sequences, T tokens of a sequence, D model width.
 """
 
 from __future__ import annotations
@@ -78,14 +77,6 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
 
 
-def all_to_all_rows(
-    received: list[int], sent: list[int], x_RD: Tensor, group: dist.ProcessGroup
-) -> Tensor:
-    """Send ``sent[i]`` rows to rank i; return the received rows ``[Q, D]``."""
-    out_QD = c10d_functional.all_to_all_single(x_RD.contiguous(), received, sent, group.group_name)
-    return c10d_functional.wait_tensor(out_QD)  # type: ignore[no-any-return]
-
-
 # --------------------------------------------------------------------------- with gradients
 
 # All-gather a sequence; reduce-scatter partial sums over the sequence.
@@ -98,11 +89,3 @@ sum_over_ranks = with_adjoint(_all_reduce, _identity)
 
 # Sum that every rank uses for a part of the result, so that gradients are summed too.
 all_reduce = with_adjoint(_all_reduce, _all_reduce)
-
-
-def exchange_rows(
-    x_RD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Apply `all_to_all_rows`; backward sends the gradients back."""
-    there, back = partial(all_to_all_rows, received, sent), partial(all_to_all_rows, sent, received)
-    return with_adjoint(there, back)(x_RD, group)

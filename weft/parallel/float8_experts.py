@@ -52,7 +52,8 @@ def float8_grouped_linear(
     """Replace `weft.models.layers.grouped_linear`; see the module docstring.
 
     Args:
-        x_RD: bfloat16; with ``emulate`` also float32.
+        x_RD: bfloat16; with ``emulate`` also float32.  Rows after the last group are as in
+            `weft.models.layers.grouped_linear`.
         weight_EFD: sizes F and D are multiples of 16 (MXFP8: 32).
         counts_E: int64, rows per expert.
         recipe: see the module docstring.
@@ -103,9 +104,14 @@ class _PaddedRows:
         self.ends_E = sizes_E.cumsum(0)
         self.starts_E = self.ends_E - sizes_E
         shifts_E = self.starts_E * unit - counts_E.cumsum(0) + counts_E
-        rows_R = torch.arange(num_rows, device=counts_E.device)
-        self.rows_R = rows_R + shifts_E.repeat_interleave(counts_E, output_size=num_rows)
         self.num_blocks = num_rows // unit + len(counts_E)
+        rows_R = torch.arange(num_rows, device=counts_E.device)
+        # Rows after the last group go behind the last block, and are not read from there.
+        num_grouped = counts_E.sum(0, keepdim=True)
+        counts = torch.cat((counts_E, num_rows - num_grouped))
+        shifts_R = F.pad(shifts_E, (0, 1)).repeat_interleave(counts, output_size=num_rows)
+        self.target_R = (rows_R + shifts_R).where(rows_R < num_grouped, self.num_blocks * unit)
+        self.rows_R = self.target_R.clamp(max=self.num_blocks * unit - 1)
         blocks_B = torch.arange(self.num_blocks, device=counts_E.device)
         # Blocks after the last group belong to group E.
         self.group_B = torch.searchsorted(self.ends_E, blocks_B, right=True)
@@ -152,8 +158,8 @@ class _PaddedRows:
         return torch.ops.weft.scaled_grouped_mm(a, b, a_scale, b_scale, ends_E, fast)
 
     def _pad(self, x_RC: Tensor) -> Tensor:
-        padded_PC = x_RC.new_zeros(self.num_blocks * self.unit, x_RC.shape[1])
-        return padded_PC.index_copy_(0, self.rows_R, x_RC)
+        padded_PC = x_RC.new_zeros(self.num_blocks * self.unit + 1, x_RC.shape[1])
+        return padded_PC.index_copy_(0, self.target_R, x_RC)[:-1]
 
     def _round(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Round to float8, with a scale for all numbers along ``dims``.

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.config.schema import Job, flatten
 from weft.plan.degrees import divisors, format_choices
+from weft.plan.dispatch_rules import has_fixed_buffers
 from weft.plan.lora_plan import plan_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, tensor_parallel_spec
 from weft.plan.placement import (
@@ -56,6 +57,11 @@ _CONTEXT_PARALLEL = EffectRule(
     lambda plan: plan.cp > 1,
     "there is no context parallelism (parallel.cp=1)",
     "Set parallel.cp above 1",
+)
+_EXPERT_PARALLEL = EffectRule(
+    lambda plan: plan.ep > 1,
+    "there is no expert parallelism (parallel.ep=1)",
+    "Set parallel.ep above 1",
 )
 _SHARDED = EffectRule(
     lambda plan: plan.fsdp_size > 1,
@@ -148,6 +154,13 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "the model has no layers of multi-token prediction (model.mtp_layers=0)",
         "Set model.mtp_layers",
     ),
+    "parallel.ep_dispatch": _EXPERT_PARALLEL,
+    "parallel.ep_capacity_factor": EffectRule(
+        has_fixed_buffers,
+        "no buffers of experts have a fixed size",
+        "Set parallel.ep_dispatch=padded with parallel.ep above 1",
+    ),
+    "parallel.ep_chunks": _EXPERT_PARALLEL,
     "parallel.reshard_after_forward": EffectRule(
         lambda plan: plan.fsdp_size > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
         "no parameters are sharded, so none are gathered",

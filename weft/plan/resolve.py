@@ -20,6 +20,7 @@ from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
 from weft.plan.degrees import ParallelDims, resolve_degrees
 from weft.plan.devices import peak_flops
+from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
 from weft.plan.lora_plan import TrainingCost, outer_targets, training_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
 from weft.plan.model_config import adopt_model, model_name, resolve_section
@@ -130,6 +131,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     check_layout(errors, job, model, family, degrees)
     hardware = machine.device, machine.peer_access
     check_device(errors, job, model, *hardware, degrees, local_world_size)
+    check_dispatch(errors, job, model, family, degrees, machine.device, compute_dtype)
     check_world_size_invariant(errors, job)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
@@ -200,6 +202,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         *float8_warnings(plan),
         *pipeline_warnings(plan),
         *activation_checkpoint_warnings(plan),
+        *dispatch_warnings(plan),
         *warmup_warnings(plan),
         *unused_key_warnings(plan),
     )

@@ -56,7 +56,8 @@ def draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
         "max_seq_len": seq_len,
     }
     if base.num_experts:
-        fields |= _draw_experts(base, ep, tp, ffn_unit, rng)
+        chunks = int(overrides.get("parallel.ep_chunks", 1))
+        fields |= _draw_experts(base, ep * chunks, tp, ffn_unit, rng)
     job = {"model.kind": kind, "model.preset": next(iter(family.presets))}
     job |= {f"model.{n}": str(x) for n, x in fields.items()}
     batch = sequences * degrees["dp_shard"] * degrees["dp_replicate"]
@@ -77,11 +78,16 @@ def draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
     return job
 
 
-def _draw_experts(base: Any, ep: int, tp: int, ffn_unit: int, rng: random.Random) -> dict[str, int]:
-    """Draw the sizes of the experts; a family with groups keeps groups."""
+def _draw_experts(
+    base: Any, unit: int, tp: int, ffn_unit: int, rng: random.Random
+) -> dict[str, int]:
+    """Draw the sizes of the experts; a family with groups keeps groups.
+
+    ``unit`` divides the number of experts.
+    """
     groups = rng.choice((2, 3)) if base.expert_groups > 1 else 1
-    experts = math.lcm(ep, groups) * rng.choice((2, 3)) if groups > 1 else 0
-    experts = experts or ep * rng.choice([n for n in (1, 2, 3, 5) if n * ep > 1])
+    experts = math.lcm(unit, groups) * rng.choice((2, 3)) if groups > 1 else 0
+    experts = experts or unit * rng.choice([n for n in (1, 2, 3, 5) if n * unit > 1])
     active_groups = rng.randint(1, groups)
     return {
         "num_experts": experts,

@@ -296,6 +296,9 @@ def _shrink_parallel(
     if plan.async_tp:
         changes["async_tp"] = False
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
+    if plan.job.parallel.ep_dispatch == "deepep":
+        changes["ep_dispatch"] = "alltoall"
+        notes.append("parallel.ep_dispatch=deepep: verified with alltoall; DeepEP needs GPUs")
     if unchanged:
         return changes
     group_size, shards = plan.job.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
@@ -304,6 +307,8 @@ def _shrink_parallel(
         ep = changes["ep"] = next(n for n in (2, shards) if shards % n == 0)
         if changes["ep"] == 1:
             notes.append("parallel.ep: not verified; it needs data-parallel ranks")
+        if plan.job.parallel.ep_chunks > 1:
+            changes["ep_chunks"] = 2
     if isinstance(group_size, int) and 1 < group_size < plan.dp_shard * plan.cp:
         divisors = [n for n in range(2, shards) if shards % n == 0 and 0 in (n % ep, ep % n)]
         wanted = group_size * shards / (plan.dp_shard * plan.cp)

@@ -37,6 +37,7 @@ from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
+from weft.parallel.expert_dispatch import DISPATCHERS
 from weft.plan.model_config import HUB_NAME, REQUIRED, expand_preset
 from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
@@ -198,6 +199,9 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
             remedy = "use a local directory; only checkpoint.dir may be s3://bucket/prefix"
             errors.add(key, "is not a directory", remedy)
     errors += check_names(job)
+    if job.parallel.ep_dispatch == "deepep" and importlib.util.find_spec("deep_ep") is None:
+        rule, remedy = "needs deep_ep", "install github.com/deepseek-ai/DeepEP, or use padded"
+        errors.add("parallel.ep_dispatch", rule, remedy)
 
 
 def _check_tokenizer(errors: ConfigErrors, value: str, plan: Plan | None) -> None:
@@ -260,6 +264,7 @@ def check_names(job: Job) -> ConfigErrors:
         ("optim.name", job.optim.name, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
         ("train.objective", job.train.objective, OBJECTIVES),
+        ("parallel.ep_dispatch", job.parallel.ep_dispatch, DISPATCHERS),
         *(("monitor.trackers", sink, SINKS) for sink in job.monitor.trackers),
     ]
     for key, value, table in named:

@@ -231,7 +231,7 @@ class MetricLogger:
         )
         enter_phase("log")
         fault_point("tell")
-        layers = self._train_step.balance.layers
+        layers, overflow = self._train_step.balance.layers, self._train_step.overflow
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
         times = self._timer.measure()
         record_step_seconds(times.step)
@@ -268,6 +268,7 @@ class MetricLogger:
             predicted_step_seconds=self._predicted.get("step_seconds"),
             ranks=rank_stats(table),
             **router_fields(layers, routers, plan.job.monitor.router_metrics),
+            moe_overflows=overflow.take_count() if overflow else None,
             layer_grad_norms=dict(zip(layer_names, layer_norms, strict=True)) or None,
             loss_by_source=self._sources.by_name(source_means),
             metrics=self._metrics.by_name(metric_means),

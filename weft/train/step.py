@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.config.errors import lookup
 from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
@@ -80,6 +81,7 @@ class TrainStep:
         logits_at_targets: receives the targets, int64 (N,), and their logits, (N, V), of each
             cross-entropy on this rank.  None, except while prompts are continued.
         balance: the biases of the experts.
+        overflow: None: the buffers of experts have room for all tokens.
     """
 
     def __init__(
@@ -133,6 +135,8 @@ class TrainStep:
         rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
         measures = job.monitor.router_metrics
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
+        find_overflow: Any = lookup("weft.parallel.expert_dispatch:find_overflow", {})
+        self.overflow = find_overflow(model_parts, plan.ep, job.parallel, device)
 
     @property
     def _stages(self) -> list[int]:
@@ -181,23 +185,34 @@ class TrainStep:
         """
         if self._float8_gather is not None:
             self._float8_gather.update_scales()
-        self._reset_metrics()
         microbatches = [self._shard_sequence(batch) for batch in batches]
         count = self.mesh.all_reduce_dp_cp(self._count(microbatches))
         num_sequences = sum(len(batch.tokens_BT) for batch in batches) * self.plan.dp_size
         sequences = torch.full_like(count[0], num_sequences)
         sum_over_replicas([count, sequences])
-        self.balance.reset(sequences, self.plan.tp)
         divisors = count.clamp(min=1)  # without targets, loss and gradients are zero
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
-        if self.schedule is not None:
-            losses = self._run_schedule(microbatches)
-            self._tied.sum_gradients()
-        else:
-            losses = self._accumulate_gradients(microbatches)
+        losses = self._compute_gradients(microbatches, sequences)
+        if self.overflow is not None and self.overflow.occurred():
+            for part in self.model_parts:
+                part.zero_grad()
+            with self.overflow.exact_sizes():
+                losses = self._compute_gradients(microbatches, sequences)
         if self.plan.world_size_invariant and losses:
             return self._sum_in_order([loss.detach() for loss in losses])
         return self._local_loss(losses)
+
+    def _compute_gradients(
+        self, microbatches: list[Microbatch], num_sequences: Tensor
+    ) -> list[Tensor]:
+        """Run forward and backward of all microbatches; return their losses on this rank."""
+        self._reset_metrics()
+        self.balance.reset(num_sequences, self.plan.tp)
+        if self.schedule is not None:
+            losses = self._run_schedule(microbatches)
+            self._tied.sum_gradients()
+            return losses
+        return self._accumulate_gradients(microbatches)
 
     def _accumulate_gradients(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         losses = []

@@ -1,0 +1,441 @@
+"""Exchange of rows between the ranks that share experts.
+
+`weft.parallel.expert_parallel` shards the experts.  A *dispatcher* sends each row to the rank of
+its expert, and returns the result to the rank of its token (``parallel.ep_dispatch``):
+
+    alltoall      as many rows as there are; the host waits to read their numbers, once per layer
+    padded        room for ``parallel.ep_capacity_factor`` times the rows of perfect balance, from
+                  each rank to each other; the host waits for nothing
+    deepep        the kernels of DeepEP: see `weft.parallel.deepep`
+    module:Name   a user's: see `Dispatcher`
+
+*Padded.*  A rank sends C rows to each rank of its group, of which the counts, a tensor, say how
+many are real.  The others sort behind all groups: grouped products leave them undefined, and their
+results are never read.  If a rank has more than C rows for another, `Overflow` counts it on the
+device.  `weft.train.step` reads that number once per step, and computes the step again with exact
+sizes.  No token is dropped.
+
+*Chunks.*  With ``parallel.ep_chunks = n`` the experts of each rank form n chunks.  While the
+experts of a chunk compute, the rows of the next chunk and the results of the previous one travel.
+An exchange is two nodes of the graph, its start and its arrival.  Autograd runs the nodes of a
+graph in reverse order, so backward overlaps like forward.  Each expert has the rows that it has
+without chunks, and other chunks add zeros to the gradients of its weights, so no bit changes.
+
+Shapes in names: R rows sorted by all E experts, P ranks of the group, N chunks, L = E / P experts
+of a rank, M = L / N experts of a rank and chunk, C rows of a rank for another rank and chunk, Q
+rows of a chunk that a rank receives, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.config.errors import lookup
+from weft.config.schema import ParallelSection
+from weft.models.layers import group_sizes, is_fake, run_function
+from weft.parallel.collectives import c10d_functional
+
+
+class Dispatch(Protocol):
+    """The dispatch of the rows of a layer, and the return of the results.
+
+    `apply_in_chunks` calls the first three methods for each chunk, in the order of the chunks.
+    """
+
+    def start(self, chunk: int) -> None:
+        """Start to send the rows of a chunk to the ranks of their experts."""
+
+    def receive(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return the received rows, sorted by expert, and a count for each of L experts.
+
+        Rows after the last group have no expert; their results may have any value.
+        """
+
+    def send_back(self, chunk: int, rows_QD: Tensor) -> None:
+        """Start to return the results of a chunk; the rows are as `receive` returned them."""
+
+    def result(self) -> Tensor:
+        """Wait for all results; return them in the order of this rank's rows, ``[R, D]``."""
+
+    def close(self) -> None:
+        """Wait for all that was started, if an exception or a recomputation ended early."""
+
+
+class Dispatcher(Protocol):
+    """Begins the dispatch of rows, for the layers of a model part.
+
+    ``parallel.ep_dispatch = "module:Name"`` calls ``Name(group, section)`` once for each part, with
+    the ranks that share experts and the section ``[parallel]``.
+    """
+
+    def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> Dispatch:
+        """Begin to dispatch rows, sorted by expert; ``counts_E``: int64, their numbers."""
+
+
+DispatcherFactory = Callable[[dist.ProcessGroup, ParallelSection], Dispatcher]
+
+
+def enable_dispatch(
+    layers: Iterable[nn.Module], group: dist.ProcessGroup, section: ParallelSection
+) -> None:
+    """Let experts exchange rows with the ranks of ``group``, in place."""
+    factory: DispatcherFactory = lookup(section.ep_dispatch, DISPATCHERS)
+    dispatcher = factory(group, section)
+    for experts in layers:
+        vars(experts)["dispatcher"] = dispatcher
+        experts.forward = partial(apply_in_chunks, experts.forward, dispatcher, section.ep_chunks)
+
+
+def apply_in_chunks(
+    forward: Callable[[Tensor, Tensor], Tensor],
+    dispatcher: Dispatcher,
+    num_chunks: int,
+    rows_RD: Tensor,
+    counts_E: Tensor,
+) -> Tensor:
+    """Apply the group's experts to this rank's rows; see `Experts.forward`."""
+    dispatch = dispatcher(rows_RD, counts_E)
+    try:
+        dispatch.start(0)
+        for chunk in range(num_chunks):
+            if chunk + 1 < num_chunks:
+                dispatch.start(chunk + 1)
+            dispatch.send_back(chunk, forward(*dispatch.receive(chunk)))
+        return dispatch.result()
+    finally:
+        dispatch.close()
+
+
+class AllToAll:
+    """Dispatcher that exchanges exact numbers of rows, which the host reads."""
+
+    def __init__(self, group: dist.ProcessGroup, section: ParallelSection) -> None:
+        self.group, self.num_chunks = group, section.ep_chunks
+
+    def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> _RowDispatch:
+        """See `Dispatcher`."""
+        return _RowDispatch(rows_RD, counts_E, self.group, self.num_chunks, None)
+
+
+class PaddedAllToAll(AllToAll):
+    """Dispatcher that exchanges fixed numbers of rows.
+
+    Attributes:
+        overflow: None: rows beyond the capacity are lost.
+    """
+
+    overflow: Overflow | None = None
+
+    def __init__(self, group: dist.ProcessGroup, section: ParallelSection) -> None:
+        super().__init__(group, section)
+        self.factor = section.ep_capacity_factor
+
+    def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> _RowDispatch:
+        """See `Dispatcher`.  Evaluation, which computes nothing again, has exact sizes."""
+        if not torch.is_grad_enabled() or (self.overflow is not None and self.overflow.is_exact):
+            return super().__call__(rows_RD, counts_E)
+        capacity = row_capacity(len(rows_RD), self.group.size() * self.num_chunks, self.factor)
+        dispatch = _RowDispatch(rows_RD, counts_E, self.group, self.num_chunks, capacity)
+        if self.overflow is not None:
+            self.overflow.count.add_((dispatch.sent_PN > capacity).sum())
+        return dispatch
+
+
+DISPATCHERS: Mapping[str, DispatcherFactory | str] = {
+    "alltoall": AllToAll,
+    "padded": PaddedAllToAll,
+    "deepep": "weft.parallel.deepep:DeepEP",
+}
+
+
+def row_capacity(num_rows: int, num_parts: int, factor: float) -> int:
+    """Return C for rows that perfect balance would split into ``num_parts``."""
+    return min(num_rows, -int(-num_rows * factor // num_parts))
+
+
+def find_overflow(
+    model_parts: Iterable[nn.Module], num_ranks: int, section: ParallelSection, device: torch.device
+) -> Overflow | None:
+    """Return the `Overflow` of this rank's dispatchers; None if all rows fit.
+
+    Args:
+        model_parts: this rank's parts of the model.
+        num_ranks: expert-parallel degree.
+        section: the section ``[parallel]``.
+        device: of the model.
+    """
+    factory: Any = lookup(section.ep_dispatch, DISPATCHERS) if num_ranks > 1 else None
+    is_padded = isinstance(factory, type) and issubclass(factory, PaddedAllToAll)
+    if not is_padded or section.ep_capacity_factor >= num_ranks * section.ep_chunks:
+        return None
+    overflow = Overflow(device)
+    for part in model_parts:
+        for module in part.modules():
+            if isinstance(dispatcher := vars(module).get("dispatcher"), PaddedAllToAll):
+                dispatcher.overflow = overflow
+    return overflow
+
+
+class Overflow:
+    """Knows if a rank had more rows for another than fit.
+
+    Attributes:
+        count: int64 scalar on the device: such pairs of ranks since the last check.
+        is_exact: dispatchers exchange exact sizes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.is_exact = False
+        self._num_steps = 0
+
+    def occurred(self) -> bool:
+        """Return True on all ranks if one overflowed; a collective, and the host waits."""
+        total = self.count.clone()
+        self.count.zero_()
+        if is_fake(total):
+            return False
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        occurred = bool(total.item())
+        self._num_steps += occurred
+        return occurred
+
+    @contextmanager
+    def exact_sizes(self) -> Iterator[None]:
+        """Let dispatchers exchange exact sizes."""
+        self.is_exact = True
+        try:
+            yield
+        finally:
+            self.is_exact = False
+
+    def take_count(self) -> int:
+        """Return the number of steps that overflowed since the last call."""
+        count, self._num_steps = self._num_steps, 0
+        return count
+
+
+class _RowDispatch:
+    """All-to-all of rows; see the module docstring.
+
+    Args:
+        rows_RD: sorted by expert.
+        counts_E: int64, rows per expert.
+        group: ranks that share experts.
+        num_chunks: N.
+        capacity: C; None: exact sizes.
+    """
+
+    def __init__(
+        self,
+        rows_RD: Tensor,
+        counts_E: Tensor,
+        group: dist.ProcessGroup,
+        num_chunks: int,
+        capacity: int | None,
+    ) -> None:
+        size = group.size()
+        self.group, self.capacity, self.num_chunks = group, capacity, num_chunks
+        per_rank = [len(counts_E) // size] * size
+        self.sent_PN = counts_E.view(size, num_chunks, -1).sum(2)
+        received_E = _wait(_start(counts_E, per_rank, per_rank, group))
+        self.received_PNM = received_E.view(size, num_chunks, -1)
+        if capacity is None:
+            self.sent, self.received = self._read_sizes(len(rows_RD))
+        else:
+            self.sent = self.received = [[capacity] * size] * num_chunks
+            # An overflow loses rows; the others remain in their groups.
+            ends_PNM = self.received_PNM.cumsum(2).clamp(max=capacity)
+            self.received_PNM = ends_PNM.diff(
+                dim=2, prepend=ends_PNM.new_zeros(size, num_chunks, 1)
+            )
+        self.position_R: Tensor | None = None  # of rows among those to send, chunk by chunk
+        if num_chunks > 1 or capacity is not None:
+            self.position_R = self._find_positions(len(rows_RD))
+            num_slots = sum(map(sum, self.sent))
+            rows_RD = run_function(MoveRows, rows_RD, self.position_R, num_slots)
+        self.chunks = list(torch.split(rows_RD, [sum(sizes) for sizes in self.sent]))
+        self.orders: list[Tensor] = []  # of the rows of a chunk, by expert
+        self.rows: list[_Travel] = []
+        self.results: list[_Travel] = []
+
+    def _read_sizes(self, num_rows: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the rows to send to and receive from each rank, for each chunk."""
+        sizes = [self.sent_PN.t(), self.received_PNM.sum(2).t()]
+        if not is_fake(self.sent_PN):
+            sent, received = torch.stack(sizes).tolist()
+            return sent, received
+        balanced = group_sizes(self.sent_PN.flatten(), num_rows)
+        sent = [balanced[i :: self.num_chunks] for i in range(self.num_chunks)]
+        return sent, sent
+
+    def _find_positions(self, num_rows: int) -> Tensor:
+        """Return the position of each row: those of a chunk for a rank are neighbors."""
+        sizes_PN = self.sent_PN.flatten()
+        if self.capacity is None:
+            sizes_NP = self.sent_PN.t().flatten()
+            starts_NP = sizes_NP.cumsum(0) - sizes_NP
+        else:
+            starts_NP = torch.arange(len(sizes_PN), device=sizes_PN.device) * self.capacity
+        starts_PN = starts_NP.view(self.num_chunks, -1).t().flatten()
+        ends_PN = sizes_PN.cumsum(0)
+        rows_R = torch.arange(num_rows, device=ends_PN.device)
+        group_R = torch.searchsorted(ends_PN, rows_R, right=True)
+        index_R = rows_R - (ends_PN - sizes_PN)[group_R]
+        if self.capacity is not None:
+            index_R = index_R.clamp(max=self.capacity - 1)
+        return starts_PN[group_R] + index_R
+
+    def start(self, chunk: int) -> None:
+        """See `Dispatch`."""
+        sizes = self.received[chunk], self.sent[chunk]
+        self.rows.append(_Travel(self.chunks.pop(0), *sizes, self.group))
+
+    def receive(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """See `Dispatch`."""
+        rows_QD = self.rows[chunk].arrive()
+        groups_PM = received_PM = self.received_PNM[:, chunk]
+        counts_M = received_PM.sum(0)
+        if self.capacity is not None:  # after the groups of a rank, its rows without an expert
+            num_empty_P1 = self.capacity - received_PM.sum(1, keepdim=True)
+            groups_PM = torch.cat((received_PM, num_empty_P1), dim=1)
+        # Rows are sorted by rank, then by expert.  The ends of the groups give each row's group,
+        # and so its expert.
+        ends = groups_PM.flatten().cumsum(0)
+        rows_Q = torch.arange(len(rows_QD), device=ends.device)
+        expert_Q = torch.searchsorted(ends, rows_Q, right=True) % groups_PM.shape[1]
+        order_Q = expert_Q.sort(stable=True).indices
+        if self.capacity is not None and rows_QD.dtype != torch.bfloat16:
+            # Products of other dtypes take no more rows than the groups have, and read the counts.
+            total = counts_M.sum()
+            order_Q = order_Q[: len(rows_QD) if is_fake(total) else int(total)]
+        self.orders.append(order_Q)
+        num_before = chunk * len(counts_M)
+        num_after = (self.num_chunks - 1 - chunk) * len(counts_M)
+        counts_L = F.pad(counts_M, (num_before, num_after))
+        return run_function(MoveRows, rows_QD, order_Q, None), counts_L
+
+    def send_back(self, chunk: int, rows_QD: Tensor) -> None:
+        """See `Dispatch`."""
+        rows_QD = run_function(MoveRows, rows_QD, self.orders[chunk], sum(self.received[chunk]))
+        sizes = self.sent[chunk], self.received[chunk]
+        self.results.append(_Travel(rows_QD, *sizes, self.group))
+
+    def result(self) -> Tensor:
+        """See `Dispatch`."""
+        parts = [result.arrive() for result in self.results]
+        rows_RD = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.position_R is None:
+            return rows_RD
+        return run_function(MoveRows, rows_RD, self.position_R, None)
+
+    def close(self) -> None:
+        """See `Dispatch`."""
+        for travel in (*self.rows, *self.results):
+            if travel.started is not None:
+                _wait(travel.started.detach())
+
+
+class _Travel:
+    """Rows on their way, and in backward their gradients on the way back.
+
+    Args:
+        rows: of this rank, sorted by the rank that they go to.
+        received: number of rows from each rank.
+        sent: number of rows to each rank.
+        group: the ranks.
+    """
+
+    def __init__(
+        self, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> None:
+        self.there, self.back = (received, sent, group), (sent, received, group)
+        self.started_gradient: Tensor | None = None
+        self.started: Tensor | None = run_function(_Start, rows, self)
+
+    def arrive(self) -> Tensor:
+        """Wait for the received rows."""
+        started, self.started = self.started, None
+        return run_function(_Arrive, started, self)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, travel: _Travel) -> Tensor:
+        ctx.travel = travel
+        return _start(rows, *travel.there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        started, ctx.travel.started_gradient = ctx.travel.started_gradient, None
+        return _wait(started), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, travel: _Travel) -> Tensor:
+        ctx.travel = travel
+        return _wait(started).view_as(started)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Autograd wants a gradient of the size of the input, so the other one travels beside it.
+        ctx.travel.started_gradient = _start(grad, *ctx.travel.back)
+        return grad, None
+
+
+class MoveRows(torch.autograd.Function):
+    """Move rows to other positions.
+
+    Rows go to ``position_R`` of ``num_slots`` zero rows; if that is None, they come from there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, position_R: Tensor, num_slots: int | None) -> Tensor:
+        """Move the rows of ``x``."""
+        ctx.save_for_backward(position_R)
+        ctx.num_slots, ctx.num_rows = num_slots, len(x)
+        return (
+            _gather_rows(x, position_R)
+            if num_slots is None
+            else _scatter_rows(x, position_R, num_slots)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Move the gradients back."""
+        (position_R,) = ctx.saved_tensors
+        if ctx.num_slots is None:
+            return _scatter_rows(grad, position_R, ctx.num_rows), None, None
+        return _gather_rows(grad, position_R), None, None
+
+
+def _gather_rows(x_SD: Tensor, position_R: Tensor) -> Tensor:
+    return x_SD[position_R]
+
+
+def _scatter_rows(x_RD: Tensor, position_R: Tensor, num_slots: int) -> Tensor:
+    create = x_RD.new_empty if len(x_RD) == num_slots else x_RD.new_zeros
+    return create(num_slots, x_RD.shape[1]).index_copy_(0, position_R, x_RD)
+
+
+def _start(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Start to send ``sent[i]`` rows to rank i, for `_wait`."""
+    started: Tensor = c10d_functional.all_to_all_single(
+        rows.contiguous(), received, sent, group.group_name
+    )
+    return started
+
+
+def _wait(started: Tensor) -> Tensor:
+    arrived: Tensor = c10d_functional.wait_tensor(started)
+    return arrived
