@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
 import signal
 import socket
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +30,8 @@ from weft.cluster.watchdog import (
     parse_main_stack,
 )
 from weft.monitor.heartbeat import Contact, beat, record_step_seconds, start_heartbeat, step_limit
+from weft.parallel.expert_dispatch import during_exchange
+from weft.parallel.pass_overlap import run_in_turns
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -363,3 +368,30 @@ def test_main_stack_is_read_from_faulthandler_output() -> None:
         'File "a b.py", line 3 in g',
         'File "x.py", line 4 in <module>',
     ]
+
+
+def test_stack_of_paired_passes_is_that_of_the_pass_that_has_the_turn(tmp_path: Path) -> None:
+    stacks: list[str] = []
+
+    def dump() -> None:
+        with open(tmp_path / "stacks", "w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks.append(file.read())
+
+    def exchange_and_dump() -> None:
+        for hand_over in during_exchange:
+            hand_over()
+        dump()
+
+    def backward() -> None:
+        main_thread = threading.main_thread().ident or 0
+        while sys._current_frames()[main_thread].f_code.co_name != "hand_over":
+            time.sleep(0.01)
+        dump()
+
+    run_in_turns(exchange_and_dump, backward)
+    waits, computes = map(parse_main_stack, stacks)
+    assert waits[0].endswith("in dump")
+    assert waits[1].endswith("in backward")
+    assert [frame.rpartition(" in ")[2] for frame in computes[:2]] == ["dump", "exchange_and_dump"]

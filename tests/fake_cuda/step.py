@@ -332,13 +332,14 @@ def document_ids(plan: Plan) -> Tensor | None:
 def plan_recipe(recipe: str, overrides: Sequence[tuple[str, str]]) -> Plan:
     """Return the plan of a recipe on its own cluster, with few microbatches.
 
-    Two microbatches, or one for each pipeline rank, do everything that a step does.
+    Two microbatches, or one for each pipeline rank, do everything that a step does.  DualPipeV
+    needs one for each stage.
     """
     job, _, errors = read_job(recipe, list(overrides))
     errors.raise_any()
     machine = cluster_machine(parse_cluster(job.run.cluster))
     plan = resolve(job, machine, recipe)
-    num_microbatches = max(2, plan.pp)
+    num_microbatches = max(2, plan.pp * (2 if plan.schedule_name == "DualPipeV" else 1))
     if plan.num_microbatches > num_microbatches:
         size = plan.dp_size * plan.microbatch_size * num_microbatches
         plan = resolve(replace(job, train={"global_batch_size": size}), machine, recipe)

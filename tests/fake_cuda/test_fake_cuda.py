@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,50 @@ def test_float8_experts_wait_for_nothing(recipe: str, cluster: str) -> None:
     assert counts["host_waits"] == {}
     # Two layers and microbatches, three projections: forward, recomputation, two gradients.
     assert counts["matmuls"]["float8"] == 2 * 2 * 3 * 4
+
+
+# Gives the thread of a backward pass the modes of the main thread, and checks who hands over: on a
+# GPU autograd runs in its own thread, which this thread waits for.
+PAIRED_PASSES = """
+import threading
+from contextlib import ExitStack
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
+from weft.parallel import private_schedules
+from weft.parallel.expert_dispatch import during_exchange
+
+def run(main, other, run_in_turns=private_schedules.run_in_turns):
+    def in_modes(stack=[*modes()]):
+        with ExitStack() as contexts:
+            for mode in stack:
+                contexts.enter_context(mode)
+            other()
+    threads = []
+    during_exchange.append(lambda: threads.append(threading.current_thread().name))
+    run_in_turns(main, in_modes)
+    assert threads[0::2] == ["MainThread"] * 2, threads
+    assert threads[1] == threads[3] != "backward", threads
+    during_exchange.pop()
+    with open("PATH", "a") as file:
+        file.write("pair ")
+
+private_schedules.run_in_turns = run
+torch.cuda.set_stream = lambda stream: None
+"""
+
+
+@pytest.mark.slow
+def test_paired_passes_take_turns_with_the_thread_of_autograd(tmp_path: Path) -> None:
+    keys = ["model.num_layers=4", "pipeline.layers_per_stage=[1,1,1,1]", "compile.enable=false"]
+    keys += ["run.cluster=1x4xH100", "parallel.pp=2", "parallel.dp_shard=2", "parallel.ep=2"]
+    keys += ["train.microbatch_size=1", "train.global_batch_size=64"]
+    keys += ["pipeline.schedule=DualPipeV", "activation_checkpoint.mode=none"]
+    fault = PAIRED_PASSES.replace("PATH", str(tmp_path / "pairs"))
+    counts = count("qwen3-30b-a3b", *keys, fault=fault)
+    assert (tmp_path / "pairs").read_text() == "pair " * 3
+    assert counts["microbatches"] == 4
+    # Of each microbatch in two stages: counts of rows, and rows there and back in both passes.
+    assert counts["collectives"]["all_to_all ep"] == 4 * 2 * 5
 
 
 @pytest.mark.slow

@@ -172,6 +172,23 @@ def test_spans_background_thread_has_no_phase(tmp_path: Path) -> None:
     ]
 
 
+def test_spans_of_another_thread_have_their_own_track(tmp_path: Path) -> None:
+    timer = StepTimer(None, SpanWriter(spans_path(tmp_path, 0), 0))
+    enter_phase("forward_backward", step=1)
+
+    def run_backward() -> None:
+        with action(1, "B", 0):
+            pass
+
+    with action(0, "F", 4):
+        thread = threading.Thread(target=run_backward)
+        thread.start()
+        thread.join()
+    timer.close()
+    tracks = {event["name"]: event["tid"] for event in read_spans(tmp_path, 0)}
+    assert (tracks["0F4"], tracks["1B0"]) == (0, 1)
+
+
 def test_spans_unwritable_file_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -652,6 +652,7 @@ LAYOUTS: list[str] = [
     "moe, dp_shard, ep, padded, small buffers",
     "moe, dp_shard, ep, parts of experts",
     "moe, 1f1b, ep, dp_shard",
+    "moe, dualpipe, ep, dp_shard",
     "lora, tp, dp_shard",
     "lora, moe, dp_shard, ep",
     "lora, moe, tp, dp_shard",

@@ -60,6 +60,7 @@ STAGES = (
     "plan/stages.py",
     "parallel/apply.py",
 )
+PAIRS = ("parallel/pass_overlap.py", "parallel/private_schedules.py", *STAGES)
 MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
 ADAPTERS = (
     "parallel/lora.py",
@@ -3052,6 +3053,46 @@ FAULTS: list[Fault] = [
         "torch.split(grad, sizes), torch.split(x, sizes)",
         "torch.split(grad, sizes[::-1])[::-1], torch.split(x, sizes)",
         (*MODEL, *EXPERTS),
+    ),
+    Fault(
+        "paired passes",
+        "the input of a stage on the same rank belongs to another microbatch",
+        "parallel/private_schedules.py",
+        "following.set_local_fwd_input(outputs[0], m)",
+        "following.set_local_fwd_input(outputs[0], n)",
+        PAIRS,
+    ),
+    Fault(
+        "paired passes",
+        "the gradient for a stage on the same rank belongs to another microbatch",
+        "parallel/private_schedules.py",
+        "preceding.set_local_bwd_input(other.get_local_bwd_output(n), n)",
+        "preceding.set_local_bwd_input(other.get_local_bwd_output(n), m)",
+        PAIRS,
+    ),
+    Fault(
+        "paired passes",
+        "the loss is that of another microbatch",
+        "parallel/private_schedules.py",
+        "schedule._maybe_compute_loss(stage, outputs[0], context.target_mbs, m)",
+        "schedule._maybe_compute_loss(stage, outputs[0], context.target_mbs, n)",
+        PAIRS,
+    ),
+    Fault(
+        "paired passes",
+        "the forward pass has the inputs of another microbatch",
+        "parallel/private_schedules.py",
+        "args, kwargs = context.arg_mbs[m], context.kwarg_mbs[m]",
+        "args, kwargs = context.arg_mbs[n], context.kwarg_mbs[n]",
+        PAIRS,
+    ),
+    Fault(
+        "paired passes",
+        "a pass does not wait for its turn",
+        "parallel/pass_overlap.py",
+        "            gates[own].get()\n",
+        "            gates[own].empty()\n",
+        PAIRS,
     ),
     Fault(
         "wrong divisor",

@@ -348,10 +348,19 @@ class RankProbe:
 
 
 def parse_main_stack(text: str) -> list[str]:
-    """Return the main thread's frames in faulthandler's output, innermost first."""
+    """Return the main thread's frames in faulthandler's output, innermost first.
+
+    If the main thread waits for a backward pass in another thread (`weft.parallel.pass_overlap`),
+    return that thread's frames.
+    """
     # The main thread is the last one.  A frame is 'File "x.py", line 3 in f'.
-    last = text.rpartition("hread 0x")[2].splitlines()[1:]
-    return [line.strip() for line in last if FRAME.fullmatch(line.strip())]
+    stacks = [
+        [line.strip() for line in part.splitlines()[1:] if FRAME.fullmatch(line.strip())]
+        for part in text.split("hread 0x")
+    ]
+    paired = [stack for stack in stacks if any("pass_overlap.py" in frame for frame in stack)]
+    is_waiting = any("pass_overlap.py" in frame for frame in stacks[-1][:3])
+    return paired[0] if is_waiting else stacks[-1]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

@@ -488,6 +488,9 @@ class PipelineSection(Section):
     layers_per_stage: tuple[NonNegative, ...] = key(
         (), "layers of each stage, first to last; empty: split by pipeline.balance"
     )
+    overlap_exchanges: bool = key(
+        True, "DualPipeV: one microbatch computes while another exchanges tokens with experts"
+    )
 
 
 class PrecisionSection(Section):

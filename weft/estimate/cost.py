@@ -15,7 +15,8 @@ from arithmetic (`weft.estimate.analytic`); both are priced here by the same rul
   in a node; the other adapters serve the groups of the other ranks at the same time.
 * Prefetched collectives (FSDP) hide behind the layer's compute, up to the length of that compute.
   They slow it by `CONTENTION` of their time, because both need memory bandwidth and cores.
-* A pipeline is simulated: an action starts when its rank is free and its inputs have arrived.
+* A pipeline is simulated: an action starts when its rank is free and its inputs have arrived.  Two
+  passes that overlap take less time: see `weft.estimate.pair_time`.
 
 No constant is fitted to published results.
 """
@@ -24,12 +25,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from weft.estimate.pair_time import Chunk, paired_seconds
 from weft.plan.devices import Device, find_device
-from weft.plan.pipeline_schedule import Dependency, PipelineSchedule, execution_order
+from weft.plan.pipeline_schedule import Action, Dependency, PipelineSchedule, execution_order
 from weft.plan.plan import Machine, Plan
 
 # Fraction of a data sheet's bandwidth that streaming kernels reach (STREAM, copies: 0.8 to 0.92).
@@ -54,7 +56,7 @@ HOST_LINK_BANDWIDTH = 200e9
 Precision = Literal["bf16", "float8", "float4"]
 # FlashAttention 2, and the kernel made for the device.
 AttentionKernel = Literal["flash", "attention"]
-Overlap = Literal["exposed", "async", "ring", "prefetch"]
+Overlap = Literal["exposed", "async", "ring", "prefetch", "pair"]
 
 
 # --------------------------------------------------------------------------- work
@@ -100,13 +102,17 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a rank that never waits for other work, such as a layer's forward."""
+    """Work of a rank that never waits for other work, such as a layer's forward.
+
+    ``chunks``: the same work in parts, cut after each collective that another pass may hide.
+    """
 
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
     traffic_bytes: float = 0.0
     kernels: float = 0.0  # launched by the host
     collectives: tuple[Collective, ...] = ()
+    chunks: tuple[Work, ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -115,6 +121,7 @@ class Work:
             self.traffic_bytes + other.traffic_bytes,
             self.kernels + other.kernels,
             self.collectives + other.collectives,
+            self.chunks + other.chunks,
         )
 
     @property
@@ -143,7 +150,10 @@ class StageWork:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step; without ``pipeline_schedule`` one stage runs all microbatches."""
+    """A training step; without ``pipeline_schedule`` one stage runs all microbatches.
+
+    ``pairs``: forward passes that overlap with a backward pass, each with that pass.
+    """
 
     stages: tuple[StageWork, ...]
     microbatches: int
@@ -153,6 +163,7 @@ class Step:
     )  # clipping and optimizer, of the fullest rank
     pipeline_schedule: PipelineSchedule | None = None
     p2p: Collective | None = None
+    pairs: Mapping[Action, Action] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------- price
@@ -290,8 +301,49 @@ class Span(NamedTuple):
     end: float
 
 
+def pass_chunks(works: WorkList, hardware: Hardware) -> list[Chunk]:
+    """Return the parts of a pass between exchanges that another pass may hide."""
+    chunks: list[Chunk] = []
+    for work, count in works:
+        parts = [
+            sum(collective_seconds(op, hardware) for op in part.collectives if op.overlap == "pair")
+            for part in work.chunks
+        ]
+        alone = [
+            work_seconds(part, hardware).total() - exchange
+            for part, exchange in zip(work.chunks, parts, strict=True)
+        ]
+        # Parts hide less of what is prefetched than the entire work, so use their proportions.
+        compute = work_seconds(work, hardware).total() - sum(parts)
+        scale = compute / sum(alone) if sum(alone) else 0.0
+        once = [Chunk(part * scale, ex) for part, ex in zip(alone, parts, strict=True)]
+        chunks += (once or [Chunk(compute, 0.0)]) * count
+    return chunks
+
+
+def hidden_seconds(step: Step, hardware: Hardware) -> dict[tuple[int, int], float]:
+    """Return the seconds by which each pair of passes is shorter than its passes.
+
+    The key has the stages of the forward and of the backward pass.
+    """
+    hidden = {}
+    for forward, backward in {(f.stage, b.stage) for f, b in step.pairs.items()}:
+        passes = (
+            pass_chunks(step.stages[forward].forward, hardware),
+            pass_chunks(step.stages[backward].backward, hardware),
+        )
+        alone = sum(chunk.compute + chunk.exchange for part in passes for chunk in part)
+        seconds = alone - paired_seconds(*passes)
+        hidden[forward, backward] = seconds * (1 - CONTENTION)
+    return hidden
+
+
 def simulate_pipeline(
-    schedule: PipelineSchedule, seconds: dict[tuple[int, str], float], p2p_seconds: float
+    schedule: PipelineSchedule,
+    seconds: dict[tuple[int, str], float],
+    p2p_seconds: float,
+    pairs: Mapping[Action, Action] | None = None,
+    hidden: Mapping[tuple[int, int], float] | None = None,
 ) -> tuple[Span, ...]:
     """Return the start and end of every action of a pipeline.
 
@@ -299,24 +351,37 @@ def simulate_pipeline(
         schedule: actions of each pipeline rank, in order.
         seconds: duration of an action, by stage and kind.
         p2p_seconds: from the end of an action until its result reaches the next rank.
+        pairs: see `Step`.  A pair sends its results when both passes have ended.
+        hidden: see `hidden_seconds`.
 
     Raises:
         ValueError: if actions wait for each other in a cycle.
     """
+    pairs, hidden = pairs or {}, hidden or {}
+    durations: dict[Action, float] = {}
+    remaining: dict[Action, float] = {}  # from the end of an action until it sends
+    for forward, backward in pairs.items():
+        full = seconds[forward.stage, "F"] + seconds[backward.stage, "B"]
+        scale = 1 - hidden.get((forward.stage, backward.stage), 0.0) / full if full else 1.0
+        durations[forward] = seconds[forward.stage, "F"] * scale
+        durations[backward] = remaining[forward] = seconds[backward.stage, "B"] * scale
     rank_of_stage = {action.stage: rank for rank, order in schedule.items() for action in order}
     end_times: dict[Dependency, float] = {}
     clock = dict.fromkeys(schedule, 0.0)
     spans: list[Span] = []
-    for rank, (stage, kind, m), dependencies in execution_order(schedule):
+    for rank, action, dependencies in execution_order(schedule, pairs):
+        stage, kind, m = action
         start = clock[rank]
-        for dependency in dependencies:
-            start = max(
-                start,
-                end_times[dependency]
-                + (p2p_seconds if rank_of_stage[dependency[0]] != rank else 0.0),
-            )
-        clock[rank] = start + seconds[stage, kind]
-        end_times[stage, "B" if kind == "I" else kind, m] = clock[rank]
+        if action not in durations or action in remaining:  # the backward pass of a pair follows
+            for dependency in dependencies:
+                start = max(
+                    start,
+                    end_times[dependency]
+                    + (p2p_seconds if rank_of_stage[dependency[0]] != rank else 0.0),
+                )
+        clock[rank] = start + durations.get(action, seconds[stage, kind])
+        end = clock[rank] + remaining.get(action, 0.0)
+        end_times[stage, "B" if kind == "I" else kind, m] = end
         spans.append(Span(rank, stage, kind, m, start, clock[rank]))
     if len(spans) < sum(map(len, schedule.values())):
         raise ValueError("the schedule never ends: its actions wait for each other")
@@ -339,7 +404,8 @@ def _simulate_step(
     # Input gradients and weight gradients take equally long.
     seconds_of |= {(s, kind): seconds_of[s, "B"] / 2 for s in range(len(backward)) for kind in "IW"}
     p2p_seconds = collective_seconds(step.p2p, hardware) if step.p2p else 0.0
-    return simulate_pipeline(step.pipeline_schedule, seconds_of, p2p_seconds)
+    hidden = hidden_seconds(step, hardware)
+    return simulate_pipeline(step.pipeline_schedule, seconds_of, p2p_seconds, step.pairs, hidden)
 
 
 def step_seconds(step: Step, hardware: Hardware) -> Seconds:
@@ -354,11 +420,14 @@ def step_seconds(step: Step, hardware: Hardware) -> Seconds:
     else:
         end = max(span.end for span in _simulate_step(step, forward, backward, hardware))
         busy_by_rank: dict[int, Seconds] = {}
+        hidden = hidden_seconds(step, hardware)
         for rank, order in step.pipeline_schedule.items():
             busy_by_rank[rank] = Seconds()
             for (s, kind), count in Counter((a.stage, a.kind) for a in order).items():
                 part = forward[s] if kind == "F" else backward[s]
                 busy_by_rank[rank].add(part, count * (0.5 if kind in "IW" else 1.0))
+            for action in step.pairs.keys() & set(order):
+                busy_by_rank[rank]["ep"] -= hidden[action.stage, step.pairs[action].stage]
         slowest = max(busy_by_rank.values(), key=Seconds.total)
         spent.add(slowest)
         spent["bubble"] += end - slowest.total()

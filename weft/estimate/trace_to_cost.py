@@ -13,6 +13,7 @@ really fuses is counted in docs/gpu-steps.md.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpCall
 from weft.estimate.trace import RankTrace, collective_bytes
 from weft.plan.devices import Device
-from weft.plan.pipeline_schedule import planned_schedule
+from weft.plan.pipeline_schedule import find_pairs, planned_schedule
 from weft.plan.plan import Plan
 
 # Index of the first factor among the inputs.
@@ -68,11 +69,13 @@ class TracePricer:
         """Create a pricer; ``shared`` is that of another rank with the same `OpTrace`."""
         self.trace, self.kernel = trace, attention_kernel(plan, device)
         self.is_compiled = plan.is_compiled
+        self.num_experts = getattr(plan.model, "num_experts", 0)
         self.overlaps: dict[str, Overlap] = {
             "dp_shard": "prefetch",
             "dp_replicate": "prefetch",
             "edp": "prefetch",
             "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
+            "ep": "pair" if plan.overlaps_exchanges else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
         parallel = plan.job.parallel
         self.num_chunks = parallel.ep_chunks if plan.ep > 1 else 1
@@ -140,9 +143,19 @@ class TracePricer:
     def price_segment(self, segment: Segment) -> WorkList:
         """Return the works of a segment."""
         return tuple(
-            (self._work(calls), times)
+            (replace(self._work(calls), chunks=self._chunks(calls)), times)
             for calls, times in self.trace.extrapolation.segment_calls(segment)
         )
+
+    def _chunks(self, calls: Sequence[OpCall]) -> tuple[Work, ...]:
+        """Return the work of calls in parts that end with an exchange; () without any."""
+        ends = [
+            index + 1
+            for index, call in enumerate(calls)
+            if call.group and (op := self._collective(call)) is not None and op.overlap == "pair"
+        ]
+        bounds = [0, *ends, len(calls)] if ends else []
+        return tuple(self._work(calls[a:b]) for a, b in itertools.pairwise(bounds))
 
     def _work(self, calls: Iterable[OpCall]) -> Work:
         matmuls, attention, collectives = [], [], []
@@ -157,7 +170,7 @@ class TracePricer:
                 attention.append(to_attention(call, self.kernel))
             elif call.group:
                 op = self._collective(call)
-                if op is not None and call.name == "all_to_all" and op.axis == "ep":
+                if op is not None and op.axis == "ep" and self._exchanges_rows(call):
                     # Only the first chunk's tokens and the last chunk's results are waited for.
                     exposed = op.times / self.num_chunks
                     hidden = op._replace(times=op.times - exposed, overlap="prefetch")
@@ -178,9 +191,15 @@ class TracePricer:
             overlap = "async"
         if overlap == "prefetch" and call.name == "all_reduce" and collective_bytes(call) < 1024:
             overlap = "exposed"  # a token count, not gradients
+        if overlap == "pair" and not self._exchanges_rows(call):
+            overlap = "exposed"
         if kind == "send":
             ranks = 2
         return Collective(kind, collective_bytes(call), axis, ranks, stride, overlap)  # type: ignore[arg-type]
+
+    def _exchanges_rows(self, call: OpCall) -> bool:
+        """Return False for counts of rows, int64 per expert: the host waits for them."""
+        return call.name == "all_to_all" and collective_bytes(call) > 8 * self.num_experts
 
     def price_stage(self, stage: int) -> StageWork:
         """Return the work of a stage for a middle microbatch.
@@ -337,7 +356,15 @@ def build_step(plan: Plan, rank_traces: Sequence[RankTrace], device: Device) -> 
         (planned_schedule(plan), find_p2p(rank_traces)) if plan.pipeline else (None, None)
     )
     stages = tuple(works[stage_index] for stage_index in sorted(works))
-    return Step(stages, plan.num_microbatches, plan.tokens_per_step, optimizer_work, schedule, p2p)
+    return Step(
+        stages,
+        plan.num_microbatches,
+        plan.tokens_per_step,
+        optimizer_work,
+        schedule,
+        p2p,
+        find_pairs(plan),
+    )
 
 
 def find_p2p(rank_traces: Iterable[RankTrace]) -> Collective | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,9 @@ class SpanWriter:
             start = (self._epoch + began) // 1000
             end = (self._epoch + time.perf_counter_ns()) // 1000
             event = {"name": name, "ph": "X", "ts": start, "dur": end - start}
-            event |= {"pid": self._rank, "tid": 0, "args": {**args, "step": self.step}}
+            # Two passes of a pipeline may overlap: see `weft.parallel.pass_overlap`.
+            thread = int(threading.current_thread() is not threading.main_thread())
+            event |= {"pid": self._rank, "tid": thread, "args": {**args, "step": self.step}}
             self._events.append(event)
             if len(self._events) >= WAITING_EVENTS:
                 self.flush()

@@ -43,6 +43,9 @@ from weft.config.schema import ParallelSection
 from weft.models.layers import group_sizes, is_fake, run_function
 from weft.parallel.collectives import c10d_functional
 
+# Called before the host or a kernel waits for rows: see `weft.parallel.pass_overlap`.
+during_exchange: list[Callable[[], None]] = []
+
 
 class Dispatch(Protocol):
     """The dispatch of the rows of a layer, and the return of the results.
@@ -342,7 +345,7 @@ class _RowDispatch:
         """See `Dispatch`."""
         for travel in (*self.rows, *self.results):
             if travel.started is not None:
-                _wait(travel.started.detach())
+                c10d_functional.wait_tensor(travel.started.detach())
 
 
 class _Travel:
@@ -437,5 +440,7 @@ def _start(rows: Tensor, received: list[int], sent: list[int], group: dist.Proce
 
 
 def _wait(started: Tensor) -> Tensor:
+    for call in during_exchange if started.is_floating_point() else ():  # not for counts
+        call()
     arrived: Tensor = c10d_functional.wait_tensor(started)
     return arrived

@@ -12,6 +12,7 @@ Shapes in names: B sequences of a microbatch, T tokens on this rank, D model wid
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,14 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.parallel.private import (
-    enable_recv_grad,
-    join_backward,
-    load_schedule,
-    set_max_active_stages,
-    skip_self_p2p_init,
-    wrap_backward,
-)
+from weft.parallel.private import wrap_backward
 from weft.plan.plan import Plan
 
 
@@ -63,6 +57,7 @@ def build_pipeline_schedule(
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    private_schedules: Any = importlib.import_module("weft.parallel.private_schedules")
     pipeline = plan.pipeline
     assert pipeline is not None
     num_stages = len(pipeline.stages)
@@ -92,16 +87,21 @@ def build_pipeline_schedule(
         for stage_id, part in zip(pipeline.stages_on_rank(group.rank()), model_parts, strict=True)
     ]
     for stage in stages:
-        skip_self_p2p_init(stage)
-        enable_recv_grad(stage)
+        private_schedules.skip_self_p2p_init(stage)
+        private_schedules.enable_recv_grad(stage)
         wrap_backward(stage, plan.splits_backward, plan.gradient_sync == "microbatch")
         if plan.world_size_invariant:  # the halves of several microbatches would be added first
-            join_backward(stage, plan.num_microbatches)
+            private_schedules.join_backward(stage, plan.num_microbatches)
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     keeps_unsharded = plan.reshard_after_forward is False
-    with set_max_active_stages(len(stages)) if keeps_unsharded else nullcontext():
+    keep = private_schedules.set_max_active_stages
+    with keep(len(stages)) if keeps_unsharded else nullcontext():
         if pipeline.has_schedule_file:
-            return load_schedule(pipeline.schedule, stages, plan.num_microbatches, **options)
-        schedule_class = get_schedule_class(pipeline.schedule)
+            load = private_schedules.load_schedule
+            return load(pipeline.schedule, stages, plan.num_microbatches, **options)
+        schedule_class: Any = get_schedule_class(pipeline.schedule)
         single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
-        return schedule_class(stages[0] if single else stages, plan.num_microbatches, **options)
+        schedule = schedule_class(stages[0] if single else stages, plan.num_microbatches, **options)
+    if plan.overlaps_exchanges:
+        private_schedules.overlap_passes(schedule, device)
+    return schedule

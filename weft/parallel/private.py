@@ -1,9 +1,9 @@
 """PyTorch internals that weft uses, and names that differ between versions.
 
 Each function says what it does and why the public interface is not enough.  No other module of weft
-uses private parts of PyTorch, except `weft.parallel.block_attention` and
-`weft.parallel.collectives` (operators), `weft.cluster.rendezvous`, and
-`weft.estimate.private_trace` (a fake world, for plans).
+uses private parts of PyTorch, except `weft.parallel.private_schedules` (pipelines),
+`weft.parallel.block_attention` and `weft.parallel.collectives` (operators),
+`weft.cluster.rendezvous`, and `weft.estimate.private_trace` (a fake world, for plans).
 ``tests/parallel/test_private.py`` fails when one of them changes.
 
 *When can they go?*  Numbers are issues and pull requests of pytorch/pytorch.  Functions that are
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import json
 import logging
 import os
@@ -414,28 +413,6 @@ def scaled_grouped_mm(
 # --------------------------------------------------------------------------- pipelines
 
 
-def load_schedule(path: str, stages: list[Any], num_microbatches: int, **options: Any) -> Any:
-    """Load a schedule from a CSV file, as only the private runtime can."""
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    runtime: Any = _PipelineScheduleRuntime
-    schedule = runtime(stages, num_microbatches, **options)
-    schedule._load_csv(path)
-    return schedule
-
-
-def set_max_active_stages(num_stages: int) -> AbstractContextManager[None]:
-    """Let schedules created in this context keep ``num_stages`` stages gathered.
-
-    By default, a schedule keeps three, and frees and gathers again the stages of later actions.
-    """
-    from torch.distributed.pipelining import schedules
-
-    name = "_add_unshard_reshard"
-    add = partial(getattr(schedules, name), max_active_stages=num_stages)
-    return patch_attribute(schedules, name, add)
-
-
 def run_schedule(
     schedule: Any,
     args: list[tuple[Tensor, ...]],
@@ -515,40 +492,6 @@ def _split_overlapped_actions(order: Iterable[Any]) -> Iterator[Any]:
             yield from action.sub_actions or (action,)
 
 
-def skip_self_p2p_init(stage: Any) -> None:
-    """Skip a stage's initial message to its own rank, which gloo cannot send.
-
-    In its first step, a stage of torch 2.11 sends a number to both neighbors.  In a V schedule, the
-    two stages at the bottom are on one rank.
-    """
-    get_init_ops = getattr(stage, "_get_init_p2p_neighbors_ops", None)
-    if get_init_ops is not None:
-        own_rank = stage.group_rank
-        stage._get_init_p2p_neighbors_ops = lambda: [
-            op for op in get_init_ops() if op.group_peer != own_rank
-        ]
-
-
-def enable_recv_grad(stage: Any) -> None:
-    """Let the buffers that a stage receives into require gradients.
-
-    A stage of torch 2.11 allocates them in its first pass, and never changes ``requires_grad``,
-    even if that pass was an evaluation.
-    """
-    if not hasattr(stage, "_get_init_p2p_neighbors_ops"):
-        return
-    prepare = stage._prepare_forward_infra
-
-    def prepare_for_backward(*args: Any, **kwargs: Any) -> Any:
-        original, stage.has_backward = stage.has_backward, True
-        try:
-            return prepare(*args, **kwargs)
-        finally:
-            stage.has_backward = original
-
-    stage._prepare_forward_infra = prepare_for_backward
-
-
 def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> None:
     """Add up a stage's gradients after each microbatch, and maybe reduce-scatter them.
 
@@ -602,18 +545,6 @@ def _fill_gradients(group: Any) -> None:
         weight = getattr(param, "_unsharded_param", None)
         if weight is not None and weight.requires_grad and param.unsharded_accumulated_grad is None:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-
-
-def join_backward(stage: Any, num_microbatches: int) -> None:
-    """Compute all gradients in the first half of a backward pass."""
-    backward, counter = stage.backward_one_chunk, itertools.count(1)
-
-    def run(*args: Any, **options: Any) -> None:
-        is_last = next(counter) % num_microbatches == 0
-        backward(*args, **options | {"full_backward": True, "last_backward": is_last})
-
-    stage.backward_one_chunk = run
-    stage.backward_weight_one_chunk = lambda *args, **options: None
 
 
 def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -123,6 +123,14 @@ def build_schedule(
         }
     if name == "1F1B":
         return {rank: _order_1f1b(rank, pp, num_microbatches) for rank in range(pp)}
+    order = _torch_order(name, pp, stages_per_rank, num_microbatches)
+    return {rank: list(_flatten_actions(actions)) for rank, actions in order.items()}
+
+
+def _torch_order(
+    name: str, pp: int, stages_per_rank: int, num_microbatches: int
+) -> dict[int, list[Any]]:
+    """Return torch's actions of each pipeline rank."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # The constructor reads only these attributes of a stage, no process group.
@@ -137,8 +145,9 @@ def build_schedule(
         )
         for _ in range(stages_per_rank)
     ]
-    schedule = get_schedule_class(name)(stages, num_microbatches)
-    return {rank: list(_flatten_actions(order)) for rank, order in schedule.pipeline_order.items()}
+    schedule: Any = get_schedule_class(name)(stages, num_microbatches)
+    order: dict[int, list[Any]] = schedule.pipeline_order
+    return order
 
 
 def planned_schedule(plan: Plan) -> PipelineSchedule:
@@ -152,6 +161,22 @@ def planned_schedule(plan: Plan) -> PipelineSchedule:
     if plan.pipeline.has_schedule_file:
         return read_schedule_csv(Path(plan.schedule_name), plan.pp)
     return build_schedule(plan.schedule_name, plan.pp, plan.stages_per_rank, plan.num_microbatches)
+
+
+def find_pairs(plan: Plan) -> dict[Action, Action]:
+    """Return the forward passes that overlap with a backward pass, each with it.
+
+    See `weft.parallel.pass_overlap`.
+    """
+    pairs: dict[Action, Action] = {}
+    if plan.overlaps_exchanges:
+        sizes = plan.pp, plan.stages_per_rank, plan.num_microbatches
+        for order in _torch_order(plan.schedule_name, *sizes).values():
+            for action in filter(None, order):
+                if action.sub_actions:
+                    forward, backward = _flatten_actions([action])
+                    pairs[forward] = backward
+    return pairs
 
 
 def single_stage_schedule(num_microbatches: int) -> PipelineSchedule:
@@ -302,15 +327,19 @@ Dependency = tuple[int, str, int]
 
 
 def execution_order(
-    schedule: PipelineSchedule,
+    schedule: PipelineSchedule, paired: Collection[Action] = ()
 ) -> Iterator[tuple[int, Action, list[Dependency]]]:
     """Yield all actions in an order in which they can run.
 
     Activations come from the previous stage and gradients from the next stage.  The iterator ends
     early if the remaining actions deadlock.
 
+    Args:
+        schedule: actions of each pipeline rank, in order.
+        paired: actions that start together with the next one of their rank.
+
     Yields:
-        The rank, its action, and the dependencies of the action.
+        The rank, its action, and the dependencies of the action, or of both if it is paired.
     """
     last_stage = max(action.stage for order in schedule.values() for action in order)
     done: set[Dependency] = set()
@@ -320,13 +349,16 @@ def execution_order(
         has_progress = False
         for rank, order in schedule.items():
             while next_index[rank] < len(order):
-                stage, kind, m = action = order[next_index[rank]]
-                dependencies = _dependencies(stage, kind, m, last_stage)
+                index = next_index[rank]
+                together = order[index : index + 1 + (order[index] in paired)]
+                dependencies = [d for a in together for d in _dependencies(*a, last_stage)]
                 if not done.issuperset(dependencies):
                     break
-                yield rank, action, dependencies
-                done.add((stage, "B" if kind == "I" else kind, m))
-                next_index[rank] += 1
+                for action in together:
+                    yield rank, action, dependencies
+                    stage, kind, m = action
+                    done.add((stage, "B" if kind == "I" else kind, m))
+                next_index[rank] += len(together)
                 has_progress = True
 
 

@@ -302,6 +302,12 @@ class Plan:
         return has_halves and not self.world_size_invariant
 
     @property
+    def overlaps_exchanges(self) -> bool:
+        """Return True if a pass computes while another exchanges tokens with experts."""
+        has_pairs = self.schedule_name == "DualPipeV" and self.job.pipeline.overlap_exchanges
+        return has_pairs and self.ep > 1 and self.job.parallel.ep_dispatch in ("alltoall", "padded")
+
+    @property
     def tied_ranks(self) -> tuple[int, int] | None:
         """Pipeline ranks of the two copies of an embedding; None without copies."""
         if self.pipeline is None or not uses_embedding_twice(self.model):

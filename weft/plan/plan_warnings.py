@@ -197,6 +197,15 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "there is no pipeline (parallel.pp=1), or pipeline.layers_per_stage sets its stages",
         "Set parallel.pp above 1 without pipeline.layers_per_stage",
     ),
+    "pipeline.overlap_exchanges": EffectRule(
+        lambda plan: (
+            plan.ep > 1
+            and plan.schedule_name == "DualPipeV"
+            and plan.job.parallel.ep_dispatch in ("alltoall", "padded")
+        ),
+        "only DualPipeV (pipeline.schedule) pairs passes that could overlap the exchange of "
+        "experts (parallel.ep above 1), by parallel.ep_dispatch=alltoall or padded",
+    ),
     "precision.reduce_dtype": EffectRule(
         lambda plan: plan.uses_fsdp and not plan.world_size_invariant,
         "the run has one rank, or adds gradients in float32 (train.world_size_invariant)",
