@@ -266,6 +266,7 @@ EXTRA = [
     (12, 1, f"dp_shard2 {EXPERTS} model.dense_layers=3"),
     (16, 5, f"dp_shard2 pp2 pipeline.layers_per_stage=[9,7] {EXPERTS} model.dense_layers=1"),
     (15, 1, f"dp_shard2 {EXPERTS} model.expert_interval=2"),
+    (12, 1, f"tp2 etp=1 ep=2 {EXPERTS} model.dense_layers=1"),
     # Two copies of a table, on two ranks and on one.
     (20, 8, "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B model.tied_embeddings=true"),
     (20, 8, "pp2 pipeline.schedule=ZBVZeroBubble model.tied_embeddings=true"),

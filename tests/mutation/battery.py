@@ -567,7 +567,7 @@ TECHNIQUES: dict[str, Technique] = {
     "at the step's end": _key("parallel/data_parallel.py", parallel__gradient_sync="step"),
     "persist": _key("parallel/data_parallel.py", parallel__param_persistence_threshold="300"),
     "prefetch": _key("parallel/data_parallel.py", parallel__fsdp_prefetch="2"),
-    "two stages": _key("parallel/data_parallel.py", parallel__hierarchical_gather="true"),
+    "two stages": _key("parallel/hierarchical_gather.py", parallel__hierarchical_gather="true"),
     "replica outer": _key("plan/placement.py", parallel__mesh_order="replica-outer"),
     "cpu offload": _key("parallel/data_parallel.py", parallel__cpu_offload="true"),
     "full": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="full"),
@@ -610,6 +610,9 @@ TECHNIQUES: dict[str, Technique] = {
     "padded": _key("parallel/expert_dispatch.py", parallel__ep_dispatch="padded"),
     "small buffers": _key("parallel/expert_dispatch.py", parallel__ep_capacity_factor="1"),
     "parts of experts": _key("parallel/expert_dispatch.py", parallel__ep_chunks="2"),
+    "whole experts": _key(
+        "parallel/whole_experts.py", parallel__etp="1", model__router_aux_loss_coef="1"
+    ),
     "float8": _key(
         "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"
     ),
@@ -653,6 +656,9 @@ LAYOUTS: list[str] = [
     "moe, dp_shard, ep, parts of experts",
     "moe, 1f1b, ep, dp_shard",
     "moe, dualpipe, ep, dp_shard",
+    "moe, tp, whole experts, whole rows",
+    "moe, tp, whole experts, ep, ring",
+    "moe, tp, whole experts, over two, dp_shard4",
     "lora, tp, dp_shard",
     "lora, moe, dp_shard, ep",
     "lora, moe, tp, dp_shard",

@@ -1495,12 +1495,12 @@ def check_hierarchical_gather() -> None:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    from weft.parallel import data_parallel
+    from weft.parallel import hierarchical_gather
 
-    module = "parallel/data_parallel.py"
+    module = "parallel/hierarchical_gather.py"
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-    gather = data_parallel.HierarchicalAllGather(mesh, 2)
-    single, several = data_parallel.all_gather, dist.all_gather
+    gather = hierarchical_gather.HierarchicalAllGather(mesh, 2)
+    single, several = hierarchical_gather.all_gather, dist.all_gather
 
     def is_inside(part: Tensor, full: Tensor, at: int) -> bool:
         begin, end = full.data_ptr(), full.data_ptr() + full.nbytes
@@ -1518,7 +1518,7 @@ def check_hierarchical_gather() -> None:
         return several(outs, part, group, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "all_gather", watch_single)
+        patch.setattr(hierarchical_gather, "all_gather", watch_single)
         patch.setattr(dist, "all_gather", watch_several)
         for count, in_place, later in itertools.product((1, 7), (False, True), (False, True)):
             own = torch.arange(count) + 100.0 * dist.get_rank()

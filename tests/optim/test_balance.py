@@ -15,6 +15,8 @@ from weft.optim.balance import ExpertBalancer
 class OneRank:
     """A mesh with one rank."""
 
+    router_axes = ()
+
     def get_group(self, axis: str) -> OneRank:
         return self
 

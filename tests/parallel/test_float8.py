@@ -252,6 +252,8 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
         # Two ranks share a key head, and each rounds its part of the gradient.
         ("tp4 precision.float8=tensorwise", 5e-2),
         ("tp2 sequence_parallel=false precision.float8=tensorwise", ALMOST),
+        (f"tp2 etp=1 ep=2 {EXPERTS} precision.float8=tensorwise", ALMOST),
+        (f"tp2 etp=1 {EXPERTS} precision.float8=rowwise", ALMOST),
         ("dp_shard2 tp2 precision.float8=rowwise_with_gw_hp", ALMOST),
         ("dp_shard2 cp2 cp_method=ulysses precision.float8=rowwise", EQUAL),
         ("dp_shard2 tp2 pp2 precision.float8=tensorwise", ALMOST),

@@ -25,7 +25,7 @@ from tests.parallel.sharded import (
     step,
     whole_gradients,
 )
-from weft.parallel.data_parallel import HierarchicalAllGather
+from weft.parallel.hierarchical_gather import HierarchicalAllGather
 
 
 def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:

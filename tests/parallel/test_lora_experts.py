@@ -192,10 +192,17 @@ EXTRA = {
         "cp2 ep=2",
         "dp_shard2 train.world_size_invariant=true",
         "dp_shard2 dp_replicate2 ep=2",
+        "tp2 etp=1 ep=2",
     ],
-    "gpt_oss": ["dp_shard2 ep=2", "tp2", "dp_shard2 tp2 ep=2"],
-    "nf4": ["tp2", "dp_shard2 tp2 ep=2 lora.quantize=int8", "dp_shard3 lora.quantize=int8"],
-    "deepseek_v3": ["tp2", "dp_shard2 ep=2", "tp2 sequence_parallel=false"],
+    "gpt_oss": ["dp_shard2 ep=2", "tp2", "dp_shard2 tp2 ep=2", "tp2 etp=1"],
+    "nf4": [
+        *("tp2", "dp_shard2 tp2 ep=2 lora.quantize=int8", "dp_shard3 lora.quantize=int8"),
+        "tp2 etp=1 ep=2",
+    ],
+    "deepseek_v3": [
+        *("tp2", "dp_shard2 ep=2", "tp2 sequence_parallel=false"),
+        "tp2 etp=1 ep=2 sequence_parallel=false",
+    ],
 }
 
 

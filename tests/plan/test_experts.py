@@ -19,11 +19,13 @@ from weft.models.decoder_costs import (
     unit_costs,
 )
 from weft.models.families.moe import PRESETS
+from weft.plan.degrees import ParallelDims
 from weft.plan.devices import get_device
 from weft.plan.plan import Machine
 from weft.plan.plan_text import describe_plan, plan_recipe
+from weft.plan.relayout import nearest_layouts
 from weft.plan.resolve import resolve
-from weft.plan.sharding import estimate_rank_bytes, local_unit_params
+from weft.plan.sharding import estimate_rank_bytes, expert_split, local_unit_params
 
 
 def job_of(**changes: Any) -> Job:
@@ -57,6 +59,55 @@ def test_ep_incompatible_keys_are_refused() -> None:
     assert "mixture of experts" in rejections(2, **keys)["train.microbatch_size"]
 
 
+WHOLE = {"parallel__tp": 2, "parallel__etp": 1}
+
+
+def test_etp_one_ep_divides_the_shards_times_tp() -> None:
+    machine = Machine("cpu", 2, world_size=8)
+    plan = resolve(job_of(parallel__ep=8, parallel__cp=2, **WHOLE), machine)
+    assert (plan.ep, plan.etp, plan.dp_shard, plan.tp) == (8, 1, 2, 2)
+    assert "whole experts over 8 (ep) x 1" in describe_plan(plan, machine, "demo")
+    rule = rejections(8, parallel__ep=3, **WHOLE)["parallel.ep"]
+    assert "the 8 ranks of a shard group (dp_shard x cp x tp). Use 1, 2, 4 or 8" in rule
+    assert "the 4 ranks" in rejections(8, parallel__ep=8, parallel__tp=2)["parallel.ep"]
+    keys = {"parallel__ep": 8, "parallel__reshard_after_forward": 6} | WHOLE
+    keys["train__global_batch_size"] = 48
+    message = rejections(48, **keys)["parallel.reshard_after_forward"]
+    assert "times tp=2 is neither a multiple nor a divisor of ep=8" in message
+    assert "Use 1, 2, 4, 8, 12 or 24, always or never" in message
+    # Without shared experts no width is split.
+    small = {"model__expert_dim": 1, "model__shared_experts": 0}
+    resolve(job_of(**small, **WHOLE), machine)
+    assert "expert_dim=1" in rejections(8, parallel__tp=2, **small)["parallel.tp"]
+
+
+def test_etp_that_does_nothing_or_cannot_work_is_refused_or_has_a_warning() -> None:
+    machine = Machine("cpu", 2, world_size=2)
+    assert "is neither 1 nor tp=2" in rejections(2, **WHOLE | {"parallel__etp": 4})["parallel.etp"]
+    assert "is neither 1 nor tp=1" in rejections(2, parallel__etp=2)["parallel.etp"]
+    for changes in (
+        {"parallel__etp": 1},
+        {"parallel__tp": 2, "parallel__etp": 2},
+        WHOLE | {"model__kind": "llama", "model__preset": "toy"},
+    ):
+        plan = resolve(job_of(**changes), machine)
+        assert plan.etp == plan.tp
+        assert any(text.startswith("parallel.etp=") for text in plan.warnings), changes
+    assert not resolve(job_of(**WHOLE), machine).warnings
+    odd = WHOLE | {"train__seq_len": 33}
+    rule = rejections(2, **odd, parallel__sequence_parallel="false")["train.seq_len"]
+    assert "tp=2 ranks of whole experts. Use 32 or 34, or parallel.etp=tp" in rule
+    rule = rejections(2, **odd)["train.seq_len"]
+    assert "or parallel.sequence_parallel=false and parallel.etp=tp" in rule
+
+
+def test_nearest_layouts_keep_experts_whole() -> None:
+    """The group of ``ep`` may have the ranks of ``tp``."""
+    job = job_of(parallel__ep=8, parallel__dp_shard=2, parallel__tp=4, parallel__etp=1)
+    (layout, *_) = nearest_layouts(job, Machine("cpu", 8, world_size=8, local_world_size=8))
+    assert (layout.parallel.ep, layout.parallel.tp) == (8, 4)
+
+
 def test_dp_shard_fit_has_whole_groups_of_experts() -> None:
     """The smallest shard group that fits, of those that ``ep`` divides."""
 
@@ -75,6 +126,7 @@ def test_dp_shard_fit_has_whole_groups_of_experts() -> None:
     assert fitted(400, **small) == (1, 16)
     assert fitted(400, parallel__ep=4, **small) == (4, 4)
     assert fitted(400, parallel__ep=8, parallel__cp=2, **small) == (4, 2)
+    assert fitted(400, parallel__ep=8, parallel__tp=2, parallel__etp=1, **small) == (4, 2)
     # A rank gathers its own experts only, and keeps no others.
     assert fitted(5, **small) == (8, 2)
     assert fitted(3, parallel__ep=4, **small) == (8, 2)
@@ -126,6 +178,11 @@ def test_estimate_rank_bytes_gathers_local_experts_only() -> None:
     }
     full, spread = (estimate_rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
     assert spread < full
+    # Four ranks of tp: of whole experts each has four times as many weights, or as many by ep.
+    splits = [expert_split(ParallelDims(1, 1, 8, 1, 4, ep, True)) for ep in (1, 4, 8)]
+    assert splits == [1 / 4, 1, 2]
+    assert expert_split(ParallelDims(1, 1, 8, 1, 4, 8)) == 8
+    assert local_unit_params(layer, 1 / 4) == layer.params + 3 * layer.expert_params
 
 
 @pytest.mark.timeout(300)
@@ -153,3 +210,26 @@ def test_forecast_of_experts_has_the_all_to_all_of_tokens() -> None:
     moved = plan.num_microbatches * experts / plan.ep * (2 + 2 + 4)
     assert prediction.communication["edp"].bytes == pytest.approx(moved, rel=0.02)
     assert any("perfectly balanced" in doubt for doubt in prediction.caveats)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_forecast_of_whole_experts_has_the_tokens_of_one_rank() -> None:
+    """A rank sends its own tokens, and only attention exchanges activations over tp."""
+    layers = 3
+    subset = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
+    whole = [("parallel.tp", "4"), ("parallel.dp_shard", "16"), ("parallel.etp", "1")]
+    predictions = []
+    for keys in (whole[:2], whole):
+        args = "qwen3-30b-a3b", [*subset, *keys], [], None, lambda device: Machine("cpu", 2)
+        plan, machine = plan_recipe(*args)
+        predictions.append(forecast(plan, machine, device_spec(plan, machine)))
+        assert predictions[-1].gib_by_category()["parameters"] == pytest.approx(
+            4 * num_params(plan.model) / 64 / 2**30, rel=0.02
+        )
+    split, own = (each.communication for each in predictions)
+    rows = plan.microbatch_size * plan.seq_len * plan.model.active_experts // 4
+    exchanges = plan.num_microbatches * layers * 3 * 2
+    assert own["ep"].bytes == pytest.approx(exchanges * rows * plan.model.dim * 2, rel=1e-3)
+    assert split["ep"].bytes == pytest.approx(4 * own["ep"].bytes, rel=1e-3)
+    assert own["tp"].bytes < 0.7 * split["tp"].bytes

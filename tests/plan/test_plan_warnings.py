@@ -113,6 +113,7 @@ CASES = [
     ("profile.memory=true", "", 1, "profile.steps=5", 1),
     ("monitor.router_metrics=true", "", 1, "model.kind=moe model.preset=toy-moe", 1),
     ("train.mtp_weight=0.1", "", 1, "model.mtp_layers=1", 1),
+    ("parallel.etp=1", "parallel.tp=2", 2, "model.kind=moe model.preset=toy-moe parallel.tp=2", 2),
 ]
 # fmt: on
 

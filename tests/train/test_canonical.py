@@ -158,6 +158,7 @@ def test_canonical_other_axes_any_number_of_data_parallel_ranks_gives_the_same_b
             ([*ZBV, TIED], ["pp2", "pp2 dp_shard2"]),
             (RESHARD, ["cp2", "cp2 dp_replicate2"]),
             (MOE, ["dp_shard2 ep=2", "dp_shard4 ep=2"]),
+            (MOE, ["tp2 etp=1 ep=2", "tp2 dp_shard2 etp=1 ep=2"]),
             ([BFLOAT16], ["dp_shard2 cpu_offload=true", "dp_shard4 cpu_offload=true"]),
         ],
         store_path,
@@ -195,6 +196,8 @@ def draw(rng: random.Random) -> tuple[Overrides, list[str]]:
     smallest = {"dp_shard": 1}
     if moe:
         keys += [*MOE, ("optim.name", "adamw")]
+        if axes["tp"] > 1:
+            keys.append(("parallel.etp", rng.choice(["tp", "1"])))
         if rng.random() < 0.7:
             keys.append(("parallel.ep", "2"))
             smallest = {"dp_shard": 1 if axes["cp"] == 2 else 2}

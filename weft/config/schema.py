@@ -395,7 +395,14 @@ class ParallelSection(Section):
     tp: Positive = key(1, "tensor-parallel degree")
     pp: Positive = key(1, "pipeline-parallel degree")
     cp: Positive = key(1, "context-parallel degree")
-    ep: Positive = key(1, "expert-parallel degree; divides dp_shard x cp")
+    ep: Positive = key(
+        1, "expert-parallel degree; divides dp_shard x cp, or with etp=1 dp_shard x cp x tp"
+    )
+    etp: Literal["tp"] | Positive = key(
+        "tp",
+        "tensor-parallel degree of experts. tp: split the width of each expert over the tp ranks; "
+        "1: keep experts whole, and split the tokens of a sequence over the tp ranks instead",
+    )
     ep_dispatch: Text = key(
         "alltoall",
         "ep: exchange of tokens. alltoall: of exact numbers, which the host waits for once per "
@@ -457,6 +464,10 @@ class ParallelSection(Section):
     def ep_padding(self) -> float:
         """Size of the buffers of experts, relative to balance; 1: exact numbers of tokens."""
         return self.ep_capacity_factor if self.ep_dispatch == "padded" else 1.0
+
+    def has_whole_experts(self) -> bool:
+        """Return True if tensor parallelism does not split experts."""
+        return self.etp == 1
 
     @property
     def ranks_per_shard(self) -> int:

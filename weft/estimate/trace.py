@@ -227,6 +227,9 @@ def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     groups = {axis: mesh.get_group(axis) for axis in PARAMETER_AXES}
     if mesh.expert_mesh is not None:
         groups |= {axis: mesh.expert_mesh.get_group(axis) for axis in ("edp", "ep")}
+        replicas = mesh.expert_mesh.get_group("dp_replicate")
+        if groups["edp"].size() == 1 and replicas is not groups["dp_replicate"]:
+            groups["edp"] = replicas  # train.world_size_invariant
     return groups | ({"cp": mesh.cp_group} if mesh.cp_group else {})
 
 

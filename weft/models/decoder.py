@@ -427,6 +427,11 @@ EXPERT_SHARDING: dict[str, TensorParallelSpec] = {
     "layers.*.mlp.*experts.up_proj": TensorParallelSpec("column"),
     "layers.*.mlp.*experts.down_proj": TensorParallelSpec("row"),
 }
+# If experts are whole, each rank routes its own tokens: see `weft.parallel.whole_experts`.
+WHOLE_EXPERT_SHARDING: dict[str, TensorParallelSpec] = {
+    "layers.*.mlp.experts.*": TensorParallelSpec(),
+    "layers.*.mlp.shared_experts": TensorParallelSpec(input_comm="gather", output_comm="scatter"),
+}
 
 
 def prune_to_stage(model: Decoder, units: range) -> None:

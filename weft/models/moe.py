@@ -231,6 +231,11 @@ class MoE(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``."""
+        out_BTD = self.route(x_BTD)
+        return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+
+    def route(self, x_BTD: Tensor) -> Tensor:
+        """Return the weighted outputs of each token's experts."""
         x_ND = x_BTD.flatten(0, 1)
         chosen_NA, weights_NA = self.router(x_ND, len(x_BTD))
         experts_E = torch.arange(self.router.config.num_experts, device=x_ND.device)
@@ -253,8 +258,7 @@ class MoE(nn.Module):
         # bmm accumulates in float32, and does not save A scaled rows per token for backward.
         outputs_NAD = tokens_RD.view(*chosen_NA.shape, x_ND.shape[1])
         out_ND = torch.bmm(weights_NA.to(x_ND.dtype).unsqueeze(1), outputs_NAD).squeeze(1)
-        out_BTD = out_ND.view_as(x_BTD)
-        return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+        return out_ND.view_as(x_BTD)
 
 
 class Permute(torch.autograd.Function):

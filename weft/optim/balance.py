@@ -92,7 +92,8 @@ class ExpertBalancer:
         if not self._routers:
             return []
         sums = [self.loads_LE, self._sums_LM] if self._has_sums else [self.loads_LE]
-        return [self._mesh.all_reduce_dp_cp(each) for each in sums]
+        axes = self._mesh.router_axes
+        return [self._mesh.all_reduce_dp_cp(each, *axes) for each in sums]
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:

@@ -189,17 +189,18 @@ def compute_grad_norm(
     Returns:
         Float32 scalars on the parameters' device; the first is equal on all ranks.
     """
-    # Gradients by the process groups over which they are sharded.
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    # Gradients by the process groups over which they are sharded.  Groups of different meshes may
+    # be one; the order of the sum must not depend on that.
+    by_groups: dict[tuple[tuple[Any, dist.ProcessGroup], ...], list[torch.Tensor]] = {}
     for param in params:
         grad = param.grad
         if grad is None or is_second_copy(param):
             continue
-        groups: tuple[dist.ProcessGroup, ...] = ()
+        groups: tuple[tuple[Any, dist.ProcessGroup], ...] = ()
         if is_dtensor(grad):
             mesh = grad.device_mesh
             groups = tuple(
-                mesh.get_group(axis)
+                (mesh.mesh_dim_names, mesh.get_group(axis))
                 for axis, placement in enumerate(grad.placements)
                 if not placement.is_replicate() and mesh.size(axis) > 1
             )
@@ -211,7 +212,7 @@ def compute_grad_norm(
         grad_norms = l2_norms(grads)
         local_squares.append(grad_norms.square().sum())
         group_square = local_squares[-1].clone()
-        for group in groups:
+        for _, group in groups:
             dist.all_reduce(group_square := to_group_device(group_square, group), group=group)
         group_squares.append(group_square.to(local_squares[-1].device))
     # A stage without trainable parameters contributes zero to the pipeline's sum.

@@ -85,16 +85,14 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
-    sharding = family.sharding
-    if plan.lora_rank:
-        sharding = _add_adapters(model, blocks, plan, float8_names, sharding)
+    sharding = _add_adapters(model, blocks, plan, float8_names, family.sharding)
 
     # Tensor, expert and context parallelism change single operators: their weights and their
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
     if plan.tp > 1:
-        _shard_tensors(model, plan, mesh, sharding)
+        _shard_tensors(model, plan, mesh, sharding, moe_layers)
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
-    if mesh.expert_mesh is not None:
+    if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
     _add_adapter_dropout(model, blocks, plan)
@@ -106,6 +104,8 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             job.parallel.cp_load_balance,
             compiled=plan.is_compiled,
         )
+    # After context parallelism, because both split the sequences that a router sees.
+    _split_tokens_of_experts(moe_layers, plan, mesh)
 
     # After all that replaces linear layers.  Before the rest, which wraps their forward.
     if plan.splits_backward:
@@ -165,7 +165,9 @@ def _add_adapters(
     float8_names: list[str],
     sharding: Mapping[str, TensorParallelSpec],
 ) -> Mapping[str, TensorParallelSpec]:
-    """Apply LoRA; return the extended table ``sharding``."""
+    """Apply LoRA, if there are adapters; return the extended table ``sharding``."""
+    if not plan.lora_rank:
+        return sharding
     lora = importlib.import_module("weft.parallel.lora")
     linears: dict[str, Any] = {}
     if float8_names:
@@ -184,10 +186,17 @@ def _add_adapter_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan) 
 
 
 def _shard_tensors(
-    model: nn.Module, plan: Plan, mesh: Mesh, sharding: Mapping[str, TensorParallelSpec]
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    sharding: Mapping[str, TensorParallelSpec],
+    moe_layers: list[Any],
 ) -> None:
     from weft.parallel.tensor_parallel import apply_tensor_parallel
 
+    if plan.etp < plan.tp:  # layers with experts do not gather the sequence
+        names = (name for name, module in model.named_modules() if module in moe_layers)
+        sharding = dict.fromkeys(names, TensorParallelSpec()) | dict(sharding)
     apply_tensor_parallel(
         model,
         mesh.param_mesh["tp"],
@@ -198,6 +207,12 @@ def _shard_tensors(
         # One product costs a copy of the weights.  It pays if async TP then overlaps more.
         joint_products=plan.async_tp and not plan.splits_backward,
     )
+
+
+def _split_tokens_of_experts(moe_layers: list[Any], plan: Plan, mesh: Mesh) -> None:
+    if plan.etp < plan.tp:
+        split_tokens: Any = lookup("weft.parallel.whole_experts:split_tokens", {})
+        split_tokens(moe_layers, mesh.get_group("tp"), plan.sequence_parallel)
 
 
 def _shard_experts(experts: list[Any], plan: Plan, mesh: DeviceMesh) -> None:

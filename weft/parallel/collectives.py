@@ -55,7 +55,8 @@ def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _all_gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_slices(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sequence of all ranks' slices."""
     size = group.size()
     stacked = c10d_functional.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
     return torch.cat(c10d_functional.wait_tensor(stacked).chunk(size), dim=1)
@@ -80,8 +81,8 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # --------------------------------------------------------------------------- with gradients
 
 # All-gather a sequence; reduce-scatter partial sums over the sequence.
-gather_sequence = with_adjoint(_all_gather, _reduce_scatter)
-scatter_sequence = with_adjoint(_reduce_scatter, _all_gather)
+gather_sequence = with_adjoint(all_gather_slices, _reduce_scatter)
+scatter_sequence = with_adjoint(_reduce_scatter, all_gather_slices)
 
 # Identity whose gradients are summed; sum of partial results.
 copy_to_ranks = with_adjoint(_identity, _all_reduce)

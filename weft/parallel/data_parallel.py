@@ -26,7 +26,7 @@ The third option is that of MiCS (arXiv:2205.00119): the smallest shard group th
 keeps gathers on fast links, for any cluster size.  MiCS adds two ideas.  *Two-hop gradient
 synchronization*: every microbatch reduce-scatters gradients inside the shard group, and only the
 last one of a step all-reduces them over the replicas.  *Hierarchical gathering*, for a shard group
-that spans nodes: see `HierarchicalAllGather`.
+that spans nodes: see `weft.parallel.hierarchical_gather`.
 
 Gradients are *summed* over the data-parallel ranks, not averaged: the loss is already divided by
 the number of valid tokens of the step.
@@ -37,7 +37,6 @@ This module does not choose the group sizes: `weft.plan.resolve` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from weft.config.errors import lookup
 from weft.config.schema import ParallelSection
 from weft.parallel.dtensor import num_shards
 from weft.parallel.mesh import create_mesh
@@ -119,9 +119,8 @@ def apply_fsdp(
     reshard_blocks, reshard_mesh = _build_reshard(shard_mesh, reshard_after_forward)
     reshard_experts, expert_reshard_mesh = reshard_blocks, reshard_mesh
     if expert_mesh is not None:
-        ep = shard_mesh.size() // expert_mesh.size(1)
         reshard_experts, expert_reshard_mesh = _build_reshard(
-            _shard_mesh(expert_mesh), reshard_blocks, ep
+            _shard_mesh(expert_mesh), reshard_blocks, shard_mesh.size()
         )
     with allow_integer_params(), use_reshard_mesh(reshard_mesh):
         # The root unit has all parameters that no block has.  Both ends of the forward pass (the
@@ -169,11 +168,12 @@ def _set_communication(
     sums_in_order: bool,
 ) -> None:
     """Choose how units gather parameters and reduce gradients; a collective."""
-    gather: HierarchicalAllGather | None = None
+    gather: Any = None
     ranks = shard_mesh.size()
     if parallel.hierarchical_gather and node_size is not None and 1 < node_size < ranks:
         check_divides("node_size", node_size, ranks)
-        gather = HierarchicalAllGather(shard_mesh, node_size)
+        module = "weft.parallel.hierarchical_gather"
+        gather = lookup(f"{module}:HierarchicalAllGather", {})(shard_mesh, node_size)
     for unit in _fsdp_modules(model):
         # A divide factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
@@ -258,15 +258,16 @@ def check_divides(name: str, number: int, degree: int) -> None:
 
 
 def _build_reshard(
-    mesh: DeviceMesh, reshard_after_forward: bool | int, ep: int = 1
+    mesh: DeviceMesh, reshard_after_forward: bool | int, num_ranks: int = 0
 ) -> tuple[bool | int, DeviceMesh | None]:
     """Return ``reshard_after_forward`` as `fully_shard` takes it, and its mesh.
 
-    Collective if it is a number of ranks: all ranks of the world create one mesh.
+    Collective if it is a number of ranks: all ranks of the world create one mesh.  It is a part of
+    ``num_ranks`` (0: those of ``mesh``), and becomes the same part of those of ``mesh``.
     """
     ranks = reshard_after_forward
     if not isinstance(ranks, bool):
-        ranks = max(1, ranks // ep)  # of the ranks that share one copy, those with the same experts
+        ranks = max(1, ranks * mesh.size() // (num_ranks or mesh.size()))
         check_divides("reshard_after_forward", ranks, mesh.size())
         ranks = {1: False, mesh.size(): True}.get(ranks, ranks)
     if isinstance(ranks, bool):
@@ -367,89 +368,3 @@ def reshard(model: nn.Module) -> None:
     for unit in _fsdp_modules(model):
         unit.reshard()
     restore_parameters(model)
-
-
-# --------------------------------------------------------------------------- hierarchical gathering
-
-
-class HierarchicalAllGather:
-    """All-gather of one shard group: inter-node, then intra-node.
-
-    A group has N nodes with K ranks each.  Rank ``n * K + k`` is rank k of node n and has C
-    elements.  The result is ``[N, K, C]``.  First each rank gathers column k from its peers in the
-    other nodes; all K columns travel at the same time.  Then the ranks of a node gather the N rows
-    among themselves, all N in one call.  Each row lands in its final place, so the result equals a
-    plain all-gather without a reorder.
-
-    (N - 1) / N of the result enters a node, once, over all links of the node, in N - 1 steps.  In
-    the ring of a plain all-gather (NK - 1) / NK of the result passes the slowest link, in NK - 1
-    steps (MiCS, arXiv:2205.00119).
-
-    It has the methods of FSDP's private protocol ``AllGather``.
-    """
-
-    def __init__(self, mesh: DeviceMesh, node_size: int) -> None:
-        """Create the process groups; collective over all ranks of the world.
-
-        Args:
-            mesh: the shard axis.
-            node_size: K; divides the size of ``mesh``.
-        """
-        self.shape = (mesh.size() // node_size, node_size)
-        self.group, grid = mesh.get_group(), mesh.mesh.view(self.shape)
-        nodes = create_mesh(mesh.device_type, grid, ("node", "local_rank"), {})
-        self.inter_node, self.intra_node = nodes.get_all_groups()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the output of the gather."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``[C]`` into ``[N * K * C]``, which may alias the input.
-
-        Returns:
-            With ``async_op`` a handle to wait for.  Without, None: both stages are done, or
-            ordered on the current stream, as with a plain all-gather.
-        """
-        if group.group_name != self.group.group_name:  # resharded over fewer ranks
-            work: dist.Work | None = all_gather(output_tensor, input_tensor, group, async_op)
-            return work
-        rows_NKC = output_tensor.view(*self.shape, -1)
-        local_rank = self.intra_node.rank()
-
-        def gather_intra_node() -> None:
-            outputs = [row_KC.view(-1) for row_KC in rows_NKC]
-            inputs = [row_KC[local_rank] for row_KC in rows_NKC]
-            self.intra_node.allgather_into_tensor_coalesced(outputs, inputs).wait()
-
-        column_NC = list(rows_NKC[:, local_rank])
-        inter_node_work = dist.all_gather(column_NC, input_tensor, self.inter_node, async_op)
-        if async_op:
-            return _ChainedWork(inter_node_work, gather_intra_node)
-        gather_intra_node()
-        return None
-
-
-class _ChainedWork(dist.Work):
-    """A pending operation, and a function that `wait` calls after it.
-
-    So the inter-node stage, the slow one, overlaps with the work until `wait`.
-    """
-
-    def __init__(self, work: dist.Work, continuation: Callable[[], None]) -> None:
-        super().__init__()
-        self.work = work
-        self.continuation: Callable[[], None] | None = continuation
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self.continuation is not None:
-            self.work.wait()
-            self.continuation()
-            self.continuation = None
-        return True

@@ -43,7 +43,7 @@ from weft.config.schema import ParallelSection
 from weft.models.layers import group_sizes, is_fake, run_function
 from weft.parallel.collectives import c10d_functional
 
-# Called before the host or a kernel waits for rows: see `weft.parallel.pass_overlap`.
+# Called before a pass waits for rows: see `weft.parallel.pass_overlap`.
 during_exchange: list[Callable[[], None]] = []
 
 
@@ -345,7 +345,7 @@ class _RowDispatch:
         """See `Dispatch`."""
         for travel in (*self.rows, *self.results):
             if travel.started is not None:
-                c10d_functional.wait_tensor(travel.started.detach())
+                _wait(travel.started.detach())
 
 
 class _Travel:
@@ -380,14 +380,14 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         started, ctx.travel.started_gradient = ctx.travel.started_gradient, None
-        return _wait(started), None
+        return _wait_for_rows(started), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, travel: _Travel) -> Tensor:
         ctx.travel = travel
-        return _wait(started).view_as(started)
+        return _wait_for_rows(started).view_as(started)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -440,7 +440,12 @@ def _start(rows: Tensor, received: list[int], sent: list[int], group: dist.Proce
 
 
 def _wait(started: Tensor) -> Tensor:
-    for call in during_exchange if started.is_floating_point() else ():  # not for counts
-        call()
     arrived: Tensor = c10d_functional.wait_tensor(started)
     return arrived
+
+
+def _wait_for_rows(started: Tensor) -> Tensor:
+    """Let another pass compute first, then wait."""
+    for call in during_exchange:
+        call()
+    return _wait(started)

@@ -4,7 +4,8 @@ Parameters and tokens are split over the same ranks in two ways.  Parameters are
 axes ``pp, dp_replicate, dp_shard, tp``.  The ranks of a context-parallel group hold the same
 parameters and different tokens, as data-parallel ranks do, so FSDP counts them in ``dp_shard``.
 Tokens are also split over ``cp``, which has its own process group.  With expert parallelism, expert
-weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.  With
+weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.  Whole experts use
+``dp_shard x tp`` so, and their ``tp`` is 1: see `weft.parallel.whole_experts`.  With
 ``train.world_size_invariant`` no weight is sharded over data-parallel ranks: all of them, and the
 ranks of ``cp``, are ``dp_replicate``.
 
@@ -41,15 +42,16 @@ class Mesh:
     dp_rank: int  # this rank's index among the ranks that read different sequences
     groups: Groups  # of all three meshes
     cp_group: dist.ProcessGroup | None  # None if cp is 1
-    expert_mesh: DeviceMesh | None = None  # axes `EXPERT_AXES`; None if ep is 1
+    expert_mesh: DeviceMesh | None = None  # axes `EXPERT_AXES`; None: experts are as other weights
+    router_axes: tuple[str, ...] = ()  # also split the tokens of routers: tp, if experts are whole
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
         """Return this rank's process group along one of `PARAMETER_AXES`."""
         return self.param_mesh.get_group(axis)
 
-    def all_reduce_dp_cp(self, value: Tensor) -> Tensor:
-        """Sum ``value`` in place over all data- and context-parallel ranks."""
-        for axis in ("dp_shard", "dp_replicate"):
+    def all_reduce_dp_cp(self, value: Tensor, *axes: str) -> Tensor:
+        """Sum ``value`` in place over data- and context-parallel ranks, and other axes."""
+        for axis in ("dp_shard", "dp_replicate", *axes):
             if (group := self.get_group(axis)).size() > 1:
                 dist.all_reduce(value, group=group)
         return value
@@ -72,12 +74,12 @@ def build_mesh(plan: Plan) -> Mesh:
     if plan.cp > 1:
         cp_ranks = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         groups["cp"] = create_group(plan.device, cp_ranks, "cp")
-    expert_mesh = None
-    if plan.ep > 1:
-        if plan.world_size_invariant:  # fewer ranks have replicas of an expert
-            replicas //= plan.ep
-            groups["dp x cp"] = groups.pop("dp_replicate")
-        expert_ranks = ranks.reshape(plan.pp, replicas, -1, plan.ep, plan.tp)
+    expert_mesh, has_whole_experts = None, plan.etp < plan.tp
+    if plan.ep > 1 or has_whole_experts:
+        if plan.world_size_invariant:  # other ranks have replicas of an expert
+            replicas = replicas * plan.tp // plan.etp // plan.ep
+            groups = {"dp x cp" if a == "dp_replicate" else a: g for a, g in groups.items()}
+        expert_ranks = ranks.reshape(plan.pp, replicas, -1, plan.ep, plan.etp)
         expert_mesh = create_mesh(plan.device, expert_ranks, EXPERT_AXES, groups)
     own = rank_to_coordinates(dist.get_rank(), plan.axis_sizes, plan.axis_order)
     tied_ranks = set(plan.tied_ranks or ())
@@ -85,7 +87,8 @@ def build_mesh(plan: Plan) -> Mesh:
         is_peer = [(pp in tied_ranks) == (own["pp"] in tied_ranks) for pp in range(plan.pp)]
         groups["tied"] = create_group(plan.device, ranks.reshape(plan.pp, -1).T[:, is_peer], "tied")
     dp_rank = own["dp_replicate"] * plan.dp_shard + own["dp_shard"]
-    return Mesh(param_mesh, own, dp_rank, groups, groups.get("cp"), expert_mesh)
+    meshes = param_mesh, own, dp_rank, groups, groups.get("cp"), expert_mesh
+    return Mesh(*meshes, ("tp",) * has_whole_experts)
 
 
 def create_mesh(device: str, ranks: Tensor, axes: tuple[str, ...], groups: Groups) -> DeviceMesh:

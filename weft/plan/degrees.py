@@ -19,7 +19,8 @@ class ParallelDims:
     dp_shard: int
     cp: int
     tp: int
-    ep: int = 1  # splits the dp_shard x cp ranks
+    ep: int = 1  # splits the dp_shard x cp ranks, and those of tp if experts are whole
+    whole_experts: bool = False  # parallel.etp=1
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -35,6 +36,11 @@ class ParallelDims:
     def fsdp_size(self) -> int:
         """Ranks that FSDP shards a parameter over: dp_shard x cp."""
         return self.dp_shard * self.cp
+
+    @property
+    def etp(self) -> int:
+        """Ranks that split an expert."""
+        return 1 if self.whole_experts else self.tp
 
     @property
     def world_size(self) -> int:
@@ -72,9 +78,8 @@ def resolve_degrees(
         rule = f"times {others} " * bool(others) + f"is not equal to the {world_size} ranks"
         remedy = f"{valid}, or run.nproc_per_node={unit * dp_shard}"
         errors.add("parallel.dp_shard", rule, remedy, depends)
-    return ParallelDims(
-        parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp, parallel.ep
-    )
+    mesh = parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp
+    return ParallelDims(*mesh, parallel.ep, parallel.has_whole_experts)
 
 
 def divisors(n: int, at_most: int | None = None) -> list[int]:

@@ -149,7 +149,7 @@ class Plan:
     dp_shard: int
     cp: int
     tp: int
-    ep: int  # splits the dp_shard x cp ranks
+    ep: int  # splits the dp_shard x cp ranks; also those of tp if etp is 1
     mesh_order: str  # a key of `MESH_ORDERS`
     num_threads: int  # CPU threads per rank
     seq_len: int  # tokens of a sequence
@@ -184,7 +184,8 @@ class Plan:
     @property
     def family(self) -> Family:
         """The model family."""
-        return load_family(self.job.model.kind).of(self.model)
+        is_whole = self.job.parallel.has_whole_experts
+        return load_family(self.job.model.kind).of(self.model, is_whole)
 
     @property
     def seed(self) -> int:
@@ -210,6 +211,12 @@ class Plan:
     def sequence_parallel(self) -> bool:
         """Return True if tensor parallelism splits activations by tokens outside matrices."""
         return self.job.parallel.sequence_parallel
+
+    @property
+    def etp(self) -> int:
+        """Ranks that split an expert: ``tp``, or 1 if experts are whole."""
+        is_whole = self.job.parallel.has_whole_experts and self.family.moe_layers is not None
+        return 1 if is_whole else self.tp
 
     @property
     def async_tp(self) -> bool:

@@ -23,7 +23,7 @@ from weft.plan.plan import Machine, Plan
 from weft.plan.rank_map import format_rank_map
 from weft.plan.relayout import follow_ranks, format_degrees, nearest_layouts
 from weft.plan.resolve import resolve
-from weft.plan.sharding import estimate_rank_bytes, state_bytes_per_param
+from weft.plan.sharding import estimate_rank_bytes, expert_split, state_bytes_per_param
 from weft.plan.stages import format_stage_table
 
 # A longer table shows only the first and the last stages.
@@ -214,9 +214,13 @@ def _describe_peak(plan: Plan) -> str:
 
 
 def _describe_sharding(plan: Plan) -> str:
-    fsdp_size = plan.fsdp_size
+    fsdp_size, experts = plan.fsdp_size, ""
+    if plan.ep > 1 or plan.etp < plan.tp:
+        edp = max(1, fsdp_size * plan.tp // plan.etp // plan.ep)
+        whole = "whole " * (plan.etp < plan.tp)
+        experts = f", {whole}experts over {plan.ep} (ep) x {edp:,}"
     if fsdp_size == 1:
-        text = "none: every rank holds its part of the model unsharded"
+        text = f"none: every rank holds its part of the model unsharded{experts}"
         return text + "; gradients are added in a fixed order" * plan.world_size_invariant
     reshard = plan.reshard_after_forward
     if isinstance(reshard, bool):
@@ -225,9 +229,7 @@ def _describe_sharding(plan: Plan) -> str:
         gathered = f"resharded over {reshard} ranks after forward"
     product = f" (dp_shard {plan.dp_shard} x cp {plan.cp})" if plan.cp > 1 else ""
     text = f"parameters over {fsdp_size:,} ranks{product}"
-    if plan.ep > 1:
-        text += f", experts over {plan.ep} (ep) x {fsdp_size // plan.ep:,}"
-    text += f", gathered parameters {gathered}"
+    text += f"{experts}, gathered parameters {gathered}"
     if plan.num_microbatches == 1:
         return text
     return f"{text}; gradients reduced once per {plan.gradient_sync}"
@@ -255,7 +257,7 @@ def estimate_memory_bytes(plan: Plan) -> float | None:
         has_unsharded_params=plan.reshard_after_forward is False,
         has_unsharded_gradients=plan.gradient_sync == "step" and plan.num_microbatches > 1,
         compute_bytes=compute_bytes,
-        ep=plan.ep,
+        ep=expert_split(plan),
     )
     stages_by_rank = plan.pipeline.stages_by_rank if plan.pipeline else []
     stage_bytes = [math.fsum(stage.memory_bytes for stage in stages) for stages in stages_by_rank]
@@ -268,7 +270,7 @@ def estimate_memory_bytes(plan: Plan) -> float | None:
         in_flight=1,
         bytes_per_param=0.0 if stage_bytes else bytes_per_param,
         compute_bytes=compute_bytes,
-        ep=plan.ep,
+        ep=expert_split(plan),
     )
 
 

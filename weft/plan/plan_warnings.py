@@ -142,6 +142,10 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "there is no tensor parallelism (parallel.tp=1)",
         "Set parallel.tp above 1",
     ),
+    "parallel.etp": EffectRule(
+        lambda plan: plan.etp < plan.tp,
+        "it equals parallel.tp, or the model has no experts",
+    ),
     "parallel.cp_method": _CONTEXT_PARALLEL,
     "parallel.cp_load_balance": _CONTEXT_PARALLEL,
     "parallel.mesh_order": EffectRule(
@@ -162,7 +166,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
     ),
     "parallel.ep_chunks": _EXPERT_PARALLEL,
     "parallel.reshard_after_forward": EffectRule(
-        lambda plan: plan.fsdp_size > 1 or (plan.uses_fsdp and plan.compute_dtype != "float32"),
+        lambda plan: (
+            plan.fsdp_size > 1
+            or plan.etp < plan.tp  # FSDP shards whole experts over tp
+            or (plan.uses_fsdp and plan.compute_dtype != "float32")
+        ),
         "no parameters are sharded, so none are gathered",
         "Set parallel.dp_shard above 1",
     ),

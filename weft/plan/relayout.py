@@ -64,10 +64,11 @@ def _list_layouts(parallel: ParallelSection, machine: Machine) -> Iterator[dict[
     world_size = machine.world_size or 1
     tp_degrees = divisors(math.gcd(world_size, machine.local_world_size or world_size))
     found = [
-        {"pp": pp, "cp": cp, "tp": tp, "ep": min(parallel.ep, world_size // (pp * tp))}
+        {"pp": pp, "cp": cp, "tp": tp, "ep": min(parallel.ep, world_size // (pp * etp))}
         for pp, cp, tp in itertools.product(
             divisors(world_size, 2 * parallel.pp), divisors(world_size, parallel.cp), tp_degrees
         )
+        for etp in [1 if parallel.has_whole_experts else tp]
         if world_size % (pp * cp * tp) == 0
     ]
 

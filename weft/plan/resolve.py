@@ -47,6 +47,7 @@ from weft.plan.rules import (
     check_world_size_invariant,
 )
 from weft.plan.sharding import (
+    expert_split,
     fit_dp_shard,
     fsdp_size,
     resolve_gradient_sync,
@@ -115,7 +116,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         if has_degrees:
             check_batch(errors, job, degrees)
         raise InvalidConfig(errors)
-    family = load_family(job.model.kind).of(model)
+    family = load_family(job.model.kind).of(model, degrees.whole_experts)
     cost = training_cost(job.lora, model, family, train.seq_len)
     if not has_degrees:
         # Batch and stages depend on the data-parallel degree; heads and sequence length do not.
@@ -299,9 +300,7 @@ def _resolve_batch(
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
     """
     train, reshard = job.train, resolve_reshard(job, degrees)
-    # Without those of experts on other ranks.
-    local_params = cost.trainable_params - cost.expert_params * (1 - 1 / degrees.ep)
-    gradient_sync = resolve_gradient_sync(job, reshard, local_params, degrees)
+    gradient_sync = resolve_gradient_sync(job, reshard, cost, degrees)
     local_batch_size = max(1, train.global_batch_size // degrees.dp_size)
     size = local_batch_size if train.microbatch_size == "auto" else train.microbatch_size
     microbatch_size = 1 if train.world_size_invariant else min(local_batch_size, size)
@@ -314,7 +313,7 @@ def _resolve_batch(
             has_unsharded_params=reshard is False,
             has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
-            ep=degrees.ep,
+            ep=expert_split(degrees),
         )
         pipeline, microbatch_size = resolve_pipeline(
             errors,

@@ -6,6 +6,7 @@ shape error.  Each function adds its errors to ``errors``, the collector of the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any
@@ -301,6 +302,8 @@ def _check_tensor_parallel(
     tp, key, name = degrees.tp, "parallel.tp", job.model.full_name
     if job.parallel.async_tp:
         _check_async_tp(errors, job, degrees)
+    if job.parallel.etp not in ("tp", 1, tp):
+        errors.add("parallel.etp", f"is neither 1 nor tp={tp}", "use 1 or tp", (key,))
     if tp == 1:
         return
     if not family.sharding:
@@ -313,7 +316,12 @@ def _check_tensor_parallel(
             rule = f"does not divide {field}={size} of {name}"
             remedy = f"use {format_choices(divisors(math.gcd(*sizes.values())))}"
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
-    for field in ("num_heads", "ffn_dim", "expert_dim", "vocab_size"):
+    is_whole = degrees.whole_experts and family.moe_layers is not None
+    if is_whole and not family.whole_expert_sharding:
+        rule = f"is not supported by the model family {job.model.kind}"
+        errors.add("parallel.etp", rule, "use tp, or define Family.whole_expert_sharding")
+    is_split = not is_whole or getattr(model, "shared_experts", False)
+    for field in ("num_heads", "ffn_dim", *["expert_dim"] * bool(is_split), "vocab_size"):
         size = getattr(model, field, tp)
         cut = query_heads if field == "num_heads" else chunk_range
         if field not in sizes and not cut(size, tp, tp - 1):
@@ -322,14 +330,17 @@ def _check_tensor_parallel(
             remedy = f"use {format_choices(valid)}"
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     local_seq_len = job.train.seq_len // degrees.cp
-    if job.parallel.sequence_parallel and local_seq_len % tp:
-        rule = f"is not divisible by tp={tp} ranks of sequence parallelism" + (
+    causes = {"sequence parallelism": "sequence_parallel=false", "whole experts": "etp=tp"}
+    is_cause = job.parallel.sequence_parallel, is_whole
+    causes = dict(itertools.compress(causes.items(), is_cause))
+    if causes and local_seq_len % tp:
+        rule = f"is not divisible by tp={tp} ranks of {' and '.join(causes)}" + (
             f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
         )
         unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
         choices = format_choices(nearest_divisors(job.train.seq_len, unit))
-        remedy = f"use {choices}, or parallel.sequence_parallel=false"
-        errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp"))
+        remedy = f"use {choices}, or " + " and ".join(f"parallel.{c}" for c in causes.values())
+        errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp", "parallel.etp"))
 
 
 def _check_async_tp(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
@@ -403,17 +414,20 @@ def _check_expert_parallel(
         rule = f"needs experts, which the model family {job.model.kind} does not have"
         errors.add(key, rule, "use 1, or --model.kind moe", ("model.kind",))
         return
-    num_experts = model.num_experts
-    valid = [n for n in divisors(degrees.fsdp_size) if num_experts % n == 0]
+    num_experts, per_shard = model.num_experts, degrees.tp // degrees.etp
+    ranks, axes = degrees.fsdp_size * per_shard, "dp_shard x cp" + " x tp" * (per_shard > 1)
+    valid = [n for n in divisors(ranks) if num_experts % n == 0]
     if ep not in valid:
-        rule = f"does not divide the {degrees.fsdp_size} ranks of a shard group (dp_shard x cp)"
-        if degrees.fsdp_size % ep == 0:
+        rule = f"does not divide the {ranks} ranks of a shard group ({axes})"
+        if ranks % ep == 0:
             rule = f"does not divide the {num_experts} experts"
-        depends = (*DEGREE_KEYS, "model.num_experts")
+        depends = (*DEGREE_KEYS, "parallel.etp", "model.num_experts")
         errors.add(key, rule, f"use {format_choices(valid)}", depends)
     reshard = parallel.reshard_after_forward
-    if isinstance(reshard, int) and reshard % ep and ep % reshard:
-        rule = f"is neither a multiple nor a divisor of ep={ep}, so its ranks split a group of ep"
-        groups = [n for n in divisors(degrees.fsdp_size) if n % ep == 0 or ep % n == 0]
+    if isinstance(reshard, int) and reshard * per_shard % ep and ep % (reshard * per_shard):
+        rule = f"times tp={per_shard} " * (per_shard > 1)
+        rule += f"is neither a multiple nor a divisor of ep={ep}, so its ranks split a group of ep"
+        sizes = [(n, n * per_shard) for n in divisors(degrees.fsdp_size)]
+        groups = [n for n, size in sizes if size % ep == 0 or ep % size == 0]
         remedy = f"use {format_choices(groups)}, always or never"
         errors.add("parallel.reshard_after_forward", rule, remedy, (key,))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from weft.config.errors import ConfigErrors
 from weft.config.schema import Job, OptimSection
@@ -50,8 +50,16 @@ def resolve_reshard(job: Job, degrees: ParallelDims) -> bool | int:
     return requested == "always"
 
 
+def expert_split(dims: Any) -> float:
+    """Return how much less of its experts than of other weights a rank has unsharded.
+
+    ``dims``: a `ParallelDims` or a plan.  The result is below 1 if experts are whole.
+    """
+    return dims.ep * dims.etp / dims.tp  # type: ignore[no-any-return]
+
+
 def resolve_gradient_sync(
-    job: Job, reshard: bool | int, params: float, degrees: ParallelDims
+    job: Job, reshard: bool | int, cost: TrainingCost, degrees: ParallelDims
 ) -> Literal["microbatch", "step"]:
     """Return ``parallel.gradient_sync``; auto: step, unless gradients are large."""
     requested = job.parallel.gradient_sync
@@ -59,6 +67,8 @@ def resolve_gradient_sync(
         return "microbatch"
     if requested != "auto":
         return requested
+    # Without those of experts on other ranks.
+    params = cost.trainable_params - cost.expert_params * (1 - 1 / expert_split(degrees))
     is_small = 4 * params / (degrees.tp * degrees.pp) <= MAX_UNSHARDED_GRADIENT_BYTES
     return "step" if reshard is False or is_small else "microbatch"
 
@@ -93,8 +103,7 @@ def fit_dp_shard(
         errors.add(key, rule, "use a number, or auto")
         return degrees
     reshard = resolve_reshard(job, degrees)
-    local_params = cost.trainable_params - cost.expert_params * (1 - 1 / degrees.ep)
-    gradient_sync = resolve_gradient_sync(job, reshard, local_params, degrees)
+    gradient_sync = resolve_gradient_sync(job, reshard, cost, degrees)
     microbatch_size: int | str = job.train.microbatch_size
     if isinstance(microbatch_size, str):  # auto
         microbatch_size = max(1, job.train.global_batch_size // degrees.dp_size)
@@ -110,7 +119,7 @@ def fit_dp_shard(
             has_unsharded_params=reshard is False,
             has_unsharded_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
-            ep=degrees.ep,
+            ep=expert_split(degrees),
         )
         return estimate_rank_bytes(
             units,
@@ -120,12 +129,13 @@ def fit_dp_shard(
             in_flight=degrees.pp,
             bytes_per_param=bytes_per_param,
             compute_bytes=compute_bytes,
-            ep=degrees.ep,
+            ep=expert_split(degrees),
         )
 
     usable, choices = USABLE_MEMORY * available, divisors(degrees.dp_size)
     # A shard group has whole groups of ep ranks; `check_layout` reports if none has.
-    choices = [n for n in choices if n * degrees.cp % degrees.ep == 0] or choices
+    unit = degrees.cp * degrees.tp // degrees.etp
+    choices = [n for n in choices if n * unit % degrees.ep == 0] or choices
     for dp_shard in choices:
         if required_bytes(dp_shard) <= usable:
             dp_replicate = degrees.dp_size // dp_shard
@@ -170,7 +180,7 @@ def state_bytes_per_param(
     has_unsharded_params: bool,
     has_unsharded_gradients: bool,
     compute_bytes: int,
-    ep: int = 1,
+    ep: float = 1,
 ) -> float:
     """Return the bytes on a rank per parameter of its shard group.
 
@@ -182,13 +192,14 @@ def state_bytes_per_param(
             (reshard_after_forward never).
         has_unsharded_gradients: True if unsharded gradients accumulate over microbatches.
         compute_bytes: bytes of one weight in forward and backward.
-        ep: expert-parallel degree; a rank has no unsharded experts of other ep ranks.
+        ep: see `expert_split`.
     """
     # Weight, gradient and moments.
     sharded = 4 + 4 + moment_bytes_per_param(job.optim, cost)
     local = 1 - cost.expert_params / max(1, cost.trainable_params) * (1 - 1 / ep)
-    trainable = sharded * local if fsdp_size == 1 else sharded / fsdp_size
-    if fsdp_size > 1 or compute_bytes != 4:
+    # FSDP shards whole experts over tp, too.
+    trainable = sharded * (local if job.train.world_size_invariant else 1 / fsdp_size)
+    if fsdp_size > 1 or compute_bytes != 4 or ep < 1:
         unsharded = compute_bytes * has_unsharded_params + 4 * has_unsharded_gradients
         trainable += unsharded * local
     frozen = frozen_weights(job.lora, cost, compute_bytes)
@@ -207,7 +218,7 @@ def estimate_rank_bytes(
     in_flight: int,
     bytes_per_param: float,
     compute_bytes: int,
-    ep: int = 1,
+    ep: float = 1,
 ) -> float:
     """Return the bytes on one rank of a layout, as if layers were spread evenly.
 
@@ -219,7 +230,7 @@ def estimate_rank_bytes(
         in_flight: microbatches whose activations a rank keeps at once.
         bytes_per_param: see `state_bytes_per_param`.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
-        ep: expert-parallel degree; a rank does not gather the experts of other ep ranks.
+        ep: see `expert_split`.
     """
     params = sum(unit.params for unit in units) / (tp * pp)
     # FSDP gathers one unit in use and one prefetched unit, with their unsharded gradients.
@@ -228,8 +239,8 @@ def estimate_rank_bytes(
     return params * bytes_per_param + gathered + activations / (tp * pp) * tokens * in_flight
 
 
-def local_unit_params(unit: UnitCost, ep: int) -> float:
-    """Return the parameters of a unit, without experts on the other ``ep - 1`` ranks."""
+def local_unit_params(unit: UnitCost, ep: float) -> float:
+    """Return the parameters of a unit, with 1 / ``ep`` of the experts."""
     return unit.params - unit.expert_params * (1 - 1 / ep)
 
 

@@ -123,6 +123,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "parallel.ep_dispatch": ("padded",),
     "parallel.ep_capacity_factor": ("1", "1.3", "9"),
     "parallel.ep_chunks": ("2", "3"),
+    "parallel.etp": ("1",),
     "pipeline.schedule": tuple(SCHEDULES),
     "parallel.reshard_after_forward": ("always", "never", "2"),
     "parallel.param_persistence_threshold": ("1", "70", "100000"),
@@ -184,6 +185,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
     "parallel.ep_dispatch": {"parallel.ep": "2"},
     "parallel.ep_capacity_factor": {"parallel.ep_dispatch": "padded"},
     "parallel.ep_chunks": {"parallel.ep": "2"},
+    "parallel.etp": {"model.kind": "moe", "parallel.tp": "2"},
     "parallel.reshard_after_forward": {"parallel.dp_shard": "2"},
     "parallel.reshard_after_forward=2": {"parallel.dp_shard": "4"},
     "parallel.gradient_sync": {"parallel.dp_shard": "2"},
@@ -365,7 +367,8 @@ def draw_job(
     overrides = dict(required)
     _add_layout(overrides, ranks, rng)
     _add_random_keys(overrides, _chance, rng)
-    shards = math.prod(parallel_degrees(overrides, ("dp_shard", "cp")).values())
+    axes = ("dp_shard", "cp", *["tp"] * ("parallel.etp" in overrides))
+    shards = math.prod(parallel_degrees(overrides, axes).values())
     if base_model(overrides).num_experts and shards % 2 == 0 and rng.random() < 0.5:
         overrides.setdefault("parallel.ep", "2")
     overrides = FIXED | {"train.seed": str(rng.randrange(4))} | overrides

@@ -302,15 +302,23 @@ def _shrink_parallel(
     if unchanged:
         return changes
     group_size, shards = plan.job.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
-    ep = plan.ep
+    ep, per_shard = plan.ep, sizes["tp"] if plan.etp < plan.tp else 1
+    if plan.etp < plan.tp and sizes["tp"] == 1:
+        changes["etp"] = "tp"
+        notes.append("parallel.etp: not verified; it needs tensor-parallel ranks")
     if ep > 1:
-        ep = changes["ep"] = next(n for n in (2, shards) if shards % n == 0)
+        ranks = shards * per_shard
+        ep = changes["ep"] = next(n for n in (2, ranks) if ranks % n == 0)
         if changes["ep"] == 1:
             notes.append("parallel.ep: not verified; it needs data-parallel ranks")
         if plan.job.parallel.ep_chunks > 1:
             changes["ep_chunks"] = 2
     if isinstance(group_size, int) and 1 < group_size < plan.dp_shard * plan.cp:
-        divisors = [n for n in range(2, shards) if shards % n == 0 and 0 in (n % ep, ep % n)]
+        divisors = [
+            n
+            for n in range(2, shards)
+            if shards % n == 0 and 0 in (n * per_shard % ep, ep % (n * per_shard))
+        ]
         wanted = group_size * shards / (plan.dp_shard * plan.cp)
         nearest = min(divisors, key=lambda n: abs(n - wanted), default=None)
         changes["reshard_after_forward"] = nearest or "always"
@@ -373,7 +381,7 @@ def _candidates(
     """Yield batches and model sizes, best first; the last model is the recipe's own."""
     parallel = small_job.parallel
     unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.cp_load_balance else 1)
-    unit *= sizes["tp"] if parallel.sequence_parallel else 1
+    unit *= sizes["tp"] if parallel.sequence_parallel or parallel.has_whole_experts else 1
     if float8 != "none":
         unit = math.lcm(unit, required_multiple(float8) * sizes["cp"])
     seq_len = max(unit, min(SEQ_LEN, plan.seq_len) // unit * unit)

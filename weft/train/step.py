@@ -207,7 +207,7 @@ class TrainStep:
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches; return their losses on this rank."""
         self._reset_metrics()
-        self.balance.reset(num_sequences, self.plan.tp)
+        self.balance.reset(num_sequences, self.plan.etp)
         if self.schedule is not None:
             losses = self._run_schedule(microbatches)
             self._tied.sum_gradients()
