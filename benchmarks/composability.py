@@ -145,6 +145,7 @@ TECHNIQUES = [
     Technique("LoRA", "tuning", {"lora.rank": "4"}),
     Technique("QLoRA nf4", "tuning", {"lora.rank": "4", "lora.quantize": "nf4"}),
     Technique("QLoRA int8", "tuning", {"lora.rank": "4", "lora.quantize": "int8"}),
+    Technique("DoRA", "tuning", {"lora.rank": "4", "lora.dora": "true"}),
     Technique("Muon", "optimizer", {"optim.name": "muon"}),
     Technique("bfloat16 states", "optimizer", {"optim.state_dtype": "bfloat16"}),
     Technique("8-bit states", "optimizer", {"optim.state_dtype": "8bit"}),
@@ -153,6 +154,25 @@ TECHNIQUES = [
         "order",
         {"train.world_size_invariant": "true", "train.microbatch_size": "auto"},
     ),
+]
+
+
+LIGHTHOUSE = {"resilience.lighthouse": "localhost:29510"}
+# Combinations that weft refuses although each pair of their techniques works, and combinations with
+# keys of no technique of the table.
+COMBINATIONS: list[tuple[tuple[str, ...], Overrides]] = [
+    (("torch.compile", "AC selective", "CP ring"), {}),
+    (("torch.compile", "AC selective", "EP"), {}),
+    (("torch.compile", "AC selective", "MoE"), {}),
+    (("torch.compile", "AC selective", "MoE", "PP zero bubble", "bfloat16"), {}),
+    (("torch.compile", "AC memory budget"), {"activation_checkpoint.every_n_layers": "2"}),
+    (("CP Ulysses", "packed documents"), {"parallel.cp_load_balance": "documents"}),
+    (("tied embeddings", "DoRA"), {"lora.targets": "embed_tokens"}),
+    (("PP 1F1B", "LoRA"), {"lora.targets": "lm_head"}),
+    (("DPO",), {"model.mtp_layers": "1"}),
+    (("PP 1F1B",), LIGHTHOUSE),
+    (("DPO",), LIGHTHOUSE),
+    (("world-size-invariant sums",), LIGHTHOUSE),
 ]
 
 
@@ -166,20 +186,20 @@ def pair_key(first: Technique, second: Technique) -> str:
     return first.name if first is second else f"{first.name} + {second.name}"
 
 
-def combine(first: Technique, second: Technique) -> Overrides | None:
-    """Return the overrides of a job with both techniques, or None if they conflict.
+def combine(*techniques: Technique, extra: Overrides | None = None) -> Overrides | None:
+    """Return the overrides of a job with all techniques, or None if they conflict.
 
-    If both set the same degree, the larger degree is used.
+    If several set the same degree, the largest degree is used.  ``extra``: more overrides.
     """
-    combined = dict(first.overrides)
-    for name, value in second.overrides.items():
+    combined: Overrides = {}
+    for name, value in (item for each in techniques for item in each.overrides.items()):
         before = combined.get(name, value)
         if name.removeprefix("parallel.") in AXES:
             value = str(max(int(before), int(value)))
         elif value != before:
             return None
         combined[name] = value
-    combined = {**BASE, **combined}
+    combined = {**BASE, **combined, **(extra or {})}
     degrees = {axis: int(combined.get(f"parallel.{axis}", "1")) for axis in AXES}
     combined["parallel.dp_shard"] = str(degrees["dp_shard"])
     combined["run.nproc_per_node"] = str(math.prod(degrees.values()))
@@ -193,6 +213,18 @@ def refusals(overrides: Overrides) -> list[str]:
     except InvalidConfig as invalid:
         return [str(error) for error in invalid.errors]
     return []
+
+
+def list_combinations() -> dict[str, list[str]]:
+    """Return each of `COMBINATIONS`, and why weft refuses it."""
+    by_name = {technique.name: technique for technique in TECHNIQUES}
+    listed = {}
+    for names, extra in COMBINATIONS:
+        overrides = combine(*(by_name[name] for name in names), extra=extra)
+        assert overrides is not None
+        keys = [f"`{key} = {value}`" for key, value in extra.items()]
+        listed[" + ".join([*names, *keys])] = refusals(overrides)
+    return listed
 
 
 def run_pair(overrides: Overrides) -> dict[str, Any]:
@@ -338,6 +370,12 @@ def page(outcomes: dict[str, dict[str, Any]]) -> str:
     if refused:
         lines += ["", "## Why pairs are refused", "", "| pair | reason |", "|---|---|"]
         lines += [f"| {name} | {_escape(reason)} |" for name, reason in refused.items()]
+    lines += ["", "## Refusals that no pair shows", ""]
+    lines += [
+        "Each pair of these techniques works, or a key of no technique is involved. The rules say:",
+        *("", "| combination | reason |", "|---|---|"),
+    ]
+    lines += [f"| {n} | {_escape(why)} |" for n, (why, *_) in list_combinations().items()]
     defects = [n for n, actual in outcomes.items() if actual["outcome"] in ("wrong", "failed")]
     if defects:
         lines += ["", "## Defects", "", "| pair | what was seen |", "|---|---|"]

@@ -21,6 +21,7 @@ EXCEPTIONS = {
     "parallel.dp_shard": "auto and fit are resolved, laid out anew, checked and advised on",
     "launch.options": "each scheduler has other options",
     "model.path": "names the run, and the model in messages of the import",
+    "lora.path": "as model.path",
     "run.dir": "the run itself, and commands that write into a directory of their own choice",
     "lora.rank": "planned, checked, applied and exported; the rules are outside of the core",
     "lora.dora": "as lora.rank",

@@ -1617,7 +1617,7 @@ FAULTS: list[Fault] = [
         "optimizer",
         "Muon moves the tables, too",
         "plan/matrices.py",
-        'return param.dim() >= 2 and param in block_params and not name.endswith(".bias")',
+        "return param.dim() >= 2 and param in block_params and not is_vector",
         "return param.dim() >= 2",
         OPTIMIZER,
     ),

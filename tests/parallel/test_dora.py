@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
+from tests.models.test_families import EAGER
 from tests.parallel.test_lora import TOLERANCE, WIDE
 from tests.small import Overrides, small_job
-from tests.tools.test_peft_export import check, export, load_in_peft, write_run
+from tests.tools.test_peft_export import check, export, load_in_peft, logits, write_run
 from weft.config.errors import InvalidConfig
 from weft.models.family import Init
 from weft.parallel import lora
@@ -152,6 +153,22 @@ def test_dora_that_peft_cannot_express_is_refused(tmp_path: Path) -> None:
     assert (merged / "config.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_dora_of_experts_is_exported_merged(kind: str, tmp_path: Path) -> None:
+    """PEFT has no DoRA for experts; the merged model computes what weft does."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = write_run(kind, tmp_path, KEYS)
+    with pytest.raises(InvalidConfig, match=r"experts.*with lora\.dora"):
+        export(checkpoint, tmp_path / "adapter", True)
+    merged = export(checkpoint, tmp_path / "merged", False)
+    theirs = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32, **EAGER)
+    tokens_BT = torch.arange(40).view(2, 20) * 7 % checkpoint.config.vocab_size
+    expected = logits(load_unsharded(checkpoint, torch.device("cpu")), tokens_BT)
+    torch.testing.assert_close(logits(theirs, tokens_BT), expected, atol=1e-4, rtol=1e-4)
+
+
 # --------------------------------------------------------------------------- layouts
 
 
@@ -206,11 +223,7 @@ def test_dora_and_float8_gather_weights_in_high_precision() -> None:
     assert plan.num_trainable_params > resolve(small_job(*WIDE), machine).num_trainable_params
 
 
-def test_dora_of_experts_is_refused() -> None:
-    keys = [("model.kind", "mixtral"), ("model.preset", "toy"), ("lora.rank", "2")]
+def test_dora_without_adapters_is_refused() -> None:
     machine = Machine("cpu", devices=1, world_size=1)
-    with pytest.raises(InvalidConfig) as error:
-        resolve(small_job(*keys, ("lora.dora", "true")), machine)
-    assert "lora.dora=true does not support experts" in str(error.value)
     with pytest.raises(InvalidConfig, match=r"lora\.dora=true has no effect without adapters"):
         resolve(small_job(("lora.dora", "true")), machine)

@@ -19,9 +19,11 @@ from tests.small import Overrides, losses, newest_state, plan_here, small_job, t
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import LoraSection
 from weft.models import FAMILIES
+from weft.models.family import Init
 from weft.models.layers import grouped_linear
 from weft.models.moe import ExpertLinear, moe_layers
-from weft.parallel.lora import LoraExpertLinear, LoraLayer, apply_lora
+from weft.parallel.lora import ADAPTER_INIT, LoraExpertLinear, LoraLayer, apply_lora
+from weft.parallel.lora_dropout import apply_lora_dropout, is_kept
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix, quantized_linear
 from weft.plan.lora_plan import is_target, lora_scaling, training_cost
 from weft.plan.plan import Machine
@@ -43,22 +45,41 @@ def adapted(kind: str, section: LoraSection) -> nn.Module:
         for param in model.parameters():
             if param.is_floating_point() and param.dim() > 1:
                 param.normal_(0, param.shape[-1] ** -0.5)
+        for name, param in model.named_parameters():
+            if name.endswith("lora_magnitude.weight"):
+                param.normal_(0, 0.1)
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapter_gradients_follow_from_those_of_the_merged_weights(kind: str) -> None:
-    """With W' = W + s B A, the gradients are s dW' A^T of B, and s B^T dW' of A."""
-    section = LoraSection(rank=3, alpha=5.0)
+@pytest.mark.parametrize(
+    ("kind", "dora"), [*((kind, False) for kind in KINDS), ("moe", True), ("gpt_oss", True)]
+)
+def test_adapter_gradients_follow_from_those_of_the_merged_weights(kind: str, dora: bool) -> None:
+    """With W' = c (W + s B A), the gradients are s c dW' A^T of B, and s B^T c dW' of A.
+
+    With DoRA, c is m / |W + s B A| per row, a constant here, and the gradient of m is that of the
+    row's length.  Otherwise it is 1.
+    """
+    section = LoraSection(rank=3, alpha=5.0, dora=dora)
     model, scale = adapted(kind, section), lora_scaling(section)
     family = FAMILIES[kind].of(PRESETS[kind])
     merged = family.build(PRESETS[kind])
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
     state = {n: p.detach().clone() for n, p in model.state_dict().items() if ".lora_" not in n}
+    scales, directions = {}, {}
     for name, layer in layers.items():
         assert layer.lora_A is not None
         update = layer.lora_B.get_parameter("weight") @ layer.lora_A.get_parameter("weight")
+        before = state[f"{name}.weight"].norm(dim=-1, keepdim=True)
         state[f"{name}.weight"] += scale * update.detach()
+        directions[name] = F.normalize(state[f"{name}.weight"], dim=-1)
+        scales[name] = torch.ones_like(before)
+        if dora:
+            change = layer.get_parameter("lora_magnitude.weight")
+            assert change.shape == before.shape[:-1]
+            length = before + change.detach().unsqueeze(-1)
+            scales[name] = length / state[f"{name}.weight"].norm(dim=-1, keepdim=True)
+        state[f"{name}.weight"] *= scales[name]
     merged.load_state_dict(state)
     tokens_BT = torch.randint(PRESETS[kind].vocab_size, (2, 12))
     outputs = []
@@ -69,7 +90,8 @@ def test_adapter_gradients_follow_from_those_of_the_merged_weights(kind: str) ->
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4 * outputs[1].abs().max().item())
 
     trained = {name for name, param in model.named_parameters() if param.grad is not None}
-    assert trained == {f"{n}.lora_{which}.weight" for n in layers for which in "AB"}
+    kinds = ["A", "B", *(["magnitude"] if dora else [])]
+    assert trained == {f"{n}.lora_{which}.weight" for n in layers for which in kinds}
     assert {n for n, p in model.named_parameters() if p.requires_grad} == trained
     assert sum(isinstance(layer, LoraExpertLinear) for layer in layers.values()) == (
         3 * PRESETS[kind].num_moe_layers
@@ -79,7 +101,12 @@ def test_adapter_gradients_follow_from_those_of_the_merged_weights(kind: str) ->
         assert layer.lora_A is not None
         assert dense is not None
         a, b = (m.get_parameter("weight") for m in (layer.lora_A, layer.lora_B))
-        for param, expected in ((a, scale * b.mT @ dense), (b, scale * dense @ a.mT)):
+        scaled = scale * scales[name] * dense
+        pairs = [(a, b.mT @ scaled), (b, scaled @ a.mT)]
+        if dora:
+            length = layer.get_parameter("lora_magnitude.weight")
+            pairs.append((length, (dense * directions[name]).sum(-1)))
+        for param, expected in pairs:
             assert param.grad is not None
             limit = expected.abs().max()
             assert limit > 0, name
@@ -91,6 +118,53 @@ def test_expert_adapters_of_gpt_oss_keep_biases_frozen() -> None:
     biases = [p for n, p in model.named_parameters() if n.endswith("experts.up_proj.bias")]
     assert biases
     assert not any(bias.requires_grad for bias in biases)
+
+
+def test_dropout_of_experts_is_that_of_the_token_before_routing() -> None:
+    """Compare a layer with one product per token and expert."""
+    config = PRESETS["moe"].model_copy(update={"active_experts": 2, "dense_layers": 0})
+    family, p = FAMILIES["moe"].of(config), 0.3
+    torch.manual_seed(2)
+    model = family.build(config)
+    apply_lora(model, family.blocks(model), LoraSection(rank=3, dropout=p), torch.float32)
+    apply_lora_dropout(model, family.blocks(model), p, seed=5)
+    moe = moe_layers(model)[0]
+    layers: list[Any] = [moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj]
+    adapters = [weight for each in layers for weight in (each.lora_A.weight, each.lora_B.weight)]
+    for param in (moe.router.weight, *adapters):
+        nn.init.normal_(param, std=0.2)
+    x_BTD = torch.randn(2, 5, config.dim)
+    keys_BT = torch.randint(-(2**31), 2**31 - 1, (2, 5)).to(torch.int32)
+    layers[0].dropout.token_keys.value = keys_BT
+    out_BTD = moe(x_BTD)
+
+    def project(layer: Any, expert: int, token: int, x_D: Tensor) -> Tensor:
+        kept_ND = is_kept(keys_BT.flatten(), layer.dropout.columns_D, p)
+        a, b = (each.weight[expert] for each in (layer.lora_A, layer.lora_B))
+        dropped_D = torch.where(kept_ND[token], x_D / (1 - p), 0)
+        return layer.weight[expert] @ x_D + layer.scaling * b @ (a @ dropped_D)
+
+    x_ND = x_BTD.flatten(0, 1)
+    chosen_NA, weights_NA = moe.router(x_ND)
+    rows = []
+    for n, x_D in enumerate(x_ND):
+        total_D = torch.zeros(config.dim)
+        for e, weight in zip(chosen_NA[n].tolist(), weights_NA[n], strict=True):
+            gate, up = (project(layer, e, n, x_D) for layer in layers[:2])
+            total_D = total_D + weight * project(layers[2], e, n, F.silu(gate) * up)
+        rows.append(total_D)
+    expected_BTD = torch.stack(rows).view_as(x_BTD)
+    if moe.shared_experts is not None:
+        expected_BTD = expected_BTD + moe.shared_experts(x_BTD)
+    torch.testing.assert_close(out_BTD, expected_BTD, rtol=1e-4, atol=1e-5)
+    grad_BTD = torch.randn_like(out_BTD)
+    ours, theirs = (torch.autograd.grad(out, adapters, grad_BTD) for out in (out_BTD, expected_BTD))
+    for grad, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            grad, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
+        )
+    layers[0].dropout.token_keys.value = None  # evaluation
+    assert (moe(x_BTD) - out_BTD).abs().max() > 0.01
 
 
 def test_targets_select_experts_shared_experts_and_dense_layers() -> None:
@@ -174,14 +248,25 @@ LATENT: Overrides = [
     *[("data.packing", "documents"), ("lora.rank", "4")],
 ]
 MODELS = {"moe": EXPERTS, "gpt_oss": OSS, "nf4": QUANTIZED, "deepseek_v3": LATENT}
+BOTH = "lora.dora=true lora.dropout=0.2"
 OFTEN = {
-    "moe": ["dp_shard2 ep=2", "tp2"],
-    "nf4": ["dp_shard2 ep=2 activation_checkpoint.mode=full"],
+    "moe": ["dp_shard2 ep=2", f"tp2 {BOTH}"],
+    "nf4": [f"dp_shard2 ep=2 activation_checkpoint.mode=full {BOTH}"],
 }
 EXTRA = {
     "moe": [
         "dp_shard2",
         "pp2",
+        "tp2",
+        f"dp_shard2 tp2 ep=2 {BOTH}",
+        f"pp2 pipeline.schedule=ZBVZeroBubble {BOTH}",
+        f"dp_shard2 cpu_offload=true ep=2 {BOTH}",
+        f"cp2 ep=2 {BOTH}",
+        f"dp_shard2 ep=2 activation_checkpoint.mode=selective {BOTH}",
+        f"dp_shard3 lora.rank=3 {BOTH}",
+        f"tp2 sequence_parallel=false lora.targets=experts.down_proj {BOTH}",
+        f"dp_shard2 train.world_size_invariant=true {BOTH}",
+        f"dp_shard2 ep=2 precision.float8=rowwise precision.float8_small=true {BOTH}",
         "dp_shard2 ep=2 lora.targets=experts.up_proj",
         "dp_shard2 ep=2 lora.targets=q_proj",
         "dp_shard2 ep=2 reshard_after_forward=never",
@@ -193,11 +278,18 @@ EXTRA = {
         "dp_shard2 train.world_size_invariant=true",
         "dp_shard2 dp_replicate2 ep=2",
         "tp2 etp=1 ep=2",
+        f"tp2 etp=1 ep=2 {BOTH}",
+        f"dp_shard2 ep=2 ep_dispatch=padded ep_chunks=2 {BOTH}",
+        f"dp_shard2 ep=2 ep_dispatch=padded ep_capacity_factor=1 {BOTH}",
     ],
-    "gpt_oss": ["dp_shard2 ep=2", "tp2", "dp_shard2 tp2 ep=2", "tp2 etp=1"],
+    "gpt_oss": [
+        *("dp_shard2 ep=2", "tp2", "dp_shard2 tp2 ep=2", f"tp2 {BOTH}"),
+        f"tp2 etp=1 sequence_parallel=false {BOTH}",
+    ],
     "nf4": [
-        *("tp2", "dp_shard2 tp2 ep=2 lora.quantize=int8", "dp_shard3 lora.quantize=int8"),
-        "tp2 etp=1 ep=2",
+        *("tp2", "dp_shard2 ep=2", f"dp_shard2 tp2 ep=2 {BOTH}"),
+        *("dp_shard2 tp2 ep=2 lora.quantize=int8", "dp_shard3 lora.quantize=int8"),
+        f"tp2 etp=1 ep=2 {BOTH}",
     ],
     "deepseek_v3": [
         *("tp2", "dp_shard2 ep=2", "tp2 sequence_parallel=false"),
@@ -208,10 +300,18 @@ EXTRA = {
 
 def check(kind: str, layouts: list[str], store: Path) -> None:
     def model_of(layout: str) -> Overrides:
-        changed = [pair for pair in parse(layout)[1] if pair[0].startswith("lora.")]
+        prefixes = ("lora.", "precision.")
+        changed = [pair for pair in parse(layout)[1] if pair[0].startswith(prefixes)]
         return [*MODELS[kind], *size(layout), *changed]
 
-    check_many(layouts, store, model_of, TOLERANCE, compute=many_adapter_gradients)
+    check_many(layouts, store, model_of, 2 * TOLERANCE, compute=many_expert_gradients)
+
+
+def many_expert_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
+    """Run `many_adapter_gradients` with random changes of the row lengths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ADAPTER_INIT, "lora_magnitude", Init("truncated_normal", 0.1))
+        return many_adapter_gradients(jobs, store)
 
 
 @pytest.mark.parametrize(("kind", "layouts"), list(OFTEN.items()))
@@ -300,8 +400,9 @@ def test_expert_adapters_resume_in_another_layout_with_a_fixed_selection_bias(
     [
         LoraSection(rank=5),
         LoraSection(rank=2, targets=("experts.down_proj", "q_proj"), quantize="nf4"),
+        LoraSection(rank=2, dora=True),
     ],
-    ids=["all", "targets"],
+    ids=["all", "targets", "dora"],
 )
 def test_planned_adapters_are_those_of_the_built_model(kind: str, section: LoraSection) -> None:
     sizes = {"dim": 128, "expert_dim": 64, "ffn_dim": 128, "num_heads": 4, "num_kv_heads": 2}

@@ -28,6 +28,10 @@ def test_composability_page_is_written_from_the_results() -> None:
     assert table.PAGE.read_text("utf-8") == table.page(read_results())
 
 
+def test_composability_listed_combinations_are_refused() -> None:
+    assert all(table.list_combinations().values())
+
+
 def check_rules(chosen: list[Pair]) -> None:
     different = {
         pair_key(*pair): reasons

@@ -34,11 +34,13 @@ def add_import(commands: Commands) -> None:
     """Add ``weft import``."""
     add = add_command(commands, "import", run_import, takes_keys=False).add_argument
     text = "name on the Hugging Face Hub; or directory or s3://bucket/prefix with config.json, "
-    text += "safetensors and tokenizer.json"
+    text += "safetensors and tokenizer.json; or of an adapter that PEFT wrote"
     add("source", metavar="MODEL", help=text)
     add("run_dir", metavar="RUN_DIR", type=Path, help="new run directory")
     text = "accept a tokenizer far smaller than the model's vocabulary"
     add("--force", action="store_true", help=text)
+    text = "base model of an adapter (default: that which the adapter names)"
+    add("--base", metavar="MODEL", default="", help=text)
     text = "leave out the layers of multi-token prediction"
     add("--no-mtp", action="store_true", help=text)
 
@@ -67,20 +69,22 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def run_import(options: argparse.Namespace) -> None:
-    """Import a Hugging Face model as a run, to train it further."""
+    """Import a Hugging Face model, or an adapter, as a run, to train it further."""
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.plan.model_config import HUB_NAME, locate_model
+    from weft.tools.adapter_path import locate_import
     from weft.tools.hf_import import import_model
 
     if HUB_NAME.fullmatch(options.source) and not Path(options.source).exists():
         source = locate_model(options.source, with_weights=True, key="MODEL")
     else:
         source = directory(options.source)
+    model, adapter = locate_import(source.absolute(), options.base)
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
-        paths = (source.absolute(), options.run_dir.absolute())
-        summary = import_model(*paths, show, options.force, not options.no_mtp)
+        paths = (model.absolute(), options.run_dir.absolute())
+        summary = import_model(*paths, show, options.force, not options.no_mtp, adapter)
     recipe = shlex.quote(str(options.run_dir / "job.toml"))
     command = f"weft train {recipe} --data.path FILE_OR_DIRECTORY"
     console.print(f"{summary}\nnext:  {command}", soft_wrap=True)

@@ -282,6 +282,11 @@ class TrainSection(Section):
 class LoraSection(Section):
     """Low-rank adapters beside frozen weights (LoRA, QLoRA); see docs/fine-tuning.md."""
 
+    path: Name = key(
+        "",
+        "adapter of PEFT to train further, in place of rank, alpha, rank_stabilized, targets and "
+        "dora: a directory, or org/name on the Hub; without model.path, its base model is trained",
+    )
     rank: NonNegative = key(0, "rank of the adapters; 0: train all weights")
     alpha: Annotated[float, Field(gt=0)] = key(16.0, "scale of the adapters: alpha / rank")
     rank_stabilized: bool = key(False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")

@@ -72,7 +72,7 @@ def _has_files_of_user(plan: Plan) -> bool:
     return has_file or any(
         isinstance(value, str) and ":" in value
         for key, value in flatten(plan.job).items()
-        if not key.startswith((*UNRELATED, "data.", "model.path"))
+        if not key.startswith((*UNRELATED, "data.", "model.path", "lora.path"))
     )
 
 

@@ -41,7 +41,7 @@ token, R = N * A routed tokens, F expert width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -204,21 +204,32 @@ class Experts(nn.Module):
         self.up_proj = ExpertLinear(num_experts, dim, width, bias)
         self.down_proj = ExpertLinear(num_experts, width, dim, bias)
 
-    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Map ``[R, D]`` to ``[R, D]``; expert e takes the next ``counts_E[e]`` rows."""
-        gate_RF, up_RF = self.gate_proj(x_RD, counts_E), self.up_proj(x_RD, counts_E)
+    def forward(self, x_RD: Tensor, *counts: Tensor) -> Tensor:
+        """Map ``[R, D]`` to ``[R, D]``.
+
+        ``counts``: int64 ``[E]``, expert e takes the next ``counts[0][e]`` rows; and, for layers
+        with dropout, the keys of the rows (`weft.parallel.lora_dropout`).
+        """
+        gate_RF, up_RF = self.gate_proj(x_RD, *counts), self.up_proj(x_RD, *counts)
         if self.limit:  # gpt-oss
             gate_RF = gate_RF.clamp(max=self.limit)
             up_RF = up_RF.clamp(-self.limit, self.limit)
             hidden_RF = gate_RF * torch.sigmoid(SWISH_SCALE * gate_RF) * (up_RF + 1)
         else:
             hidden_RF = self.activation(gate_RF) * up_RF
-        out_RD: Tensor = self.down_proj(hidden_RF, counts_E)
+        out_RD: Tensor = self.down_proj(hidden_RF, *counts)
         return out_RD
 
 
 class MoE(nn.Module):
-    """Feed-forward layer of experts."""
+    """Feed-forward layer of experts.
+
+    Attributes:
+        token_keys: returns ``[B, T]`` tensors; experts get their values for each row as more
+            arguments.
+    """
+
+    token_keys: Callable[[], Sequence[Tensor]] = tuple
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -253,7 +264,8 @@ class MoE(nn.Module):
             scales_R = run_function(Permute, weights_NA.flatten(), order_R, inverse_R)
             tokens_RD = tokens_RD * scales_R.unsqueeze(1).to(x_ND.dtype)
             weights_NA = torch.ones_like(weights_NA)
-        tokens_RD = self.experts(tokens_RD, counts_E)
+        keys = [each_BT.flatten()[order_R // chosen_NA.shape[1]] for each_BT in self.token_keys()]
+        tokens_RD = self.experts(tokens_RD, counts_E, *keys)
         tokens_RD = run_function(Permute, tokens_RD, inverse_R, order_R)
         # bmm accumulates in float32, and does not save A scaled rows per token for backward.
         outputs_NAD = tokens_RD.view(*chosen_NA.shape, x_ND.shape[1])

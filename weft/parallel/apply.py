@@ -8,7 +8,6 @@ comment at each step says why the step has this position.  `weft.train.setup` ca
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,7 +84,9 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
-    sharding = _add_adapters(model, blocks, plan, float8_names, family.sharding)
+    sharding = family.sharding
+    if plan.lora_rank:
+        sharding = _add_adapters(model, blocks, plan, float8_names, sharding)
 
     # Tensor, expert and context parallelism change single operators: their weights and their
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
@@ -95,7 +96,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
-    _add_adapter_dropout(model, blocks, plan)
+    _add_dropout(model, blocks, plan)
     if mesh.cp_group is not None:
         apply_context_parallel(
             model,
@@ -158,31 +159,15 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
         ComputeCopies(model, getattr(torch, plan.compute_dtype), excluded)
 
 
-def _add_adapters(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    plan: Plan,
-    float8_names: list[str],
-    sharding: Mapping[str, TensorParallelSpec],
-) -> Mapping[str, TensorParallelSpec]:
-    """Apply LoRA, if there are adapters; return the extended table ``sharding``."""
-    if not plan.lora_rank:
-        return sharding
-    lora = importlib.import_module("weft.parallel.lora")
-    linears: dict[str, Any] = {}
-    if float8_names:
-        build: Any = lookup("weft.parallel.float8_frozen:frozen_float8_linear", {})
-        linears = dict.fromkeys(float8_names, build(plan.float8, plan.float8_emulated))
-    lora.apply_lora(model, blocks, plan.job.lora, getattr(torch, plan.compute_dtype), linears)
-    extended: dict[str, TensorParallelSpec] = lora.add_adapter_sharding(sharding)
-    return extended
+def _add_adapters(*args: Any) -> Any:
+    add: Any = lookup("weft.parallel.lora:add_adapters", {})
+    return add(*args)
 
 
-def _add_adapter_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan) -> None:
-    if dropout := plan.job.lora.dropout:
-        apply_lora_dropout: Any = lookup("weft.parallel.lora_dropout:apply_lora_dropout", {})
-        one_graph = plan.is_compiled and not plan.has_graph_breaks
-        apply_lora_dropout(model, blocks, dropout, plan.seed, one_graph)
+def _add_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan) -> None:
+    if probability := plan.job.lora.dropout:
+        add: Any = lookup("weft.parallel.lora_dropout:add_lora_dropout", {})
+        add(model, blocks, probability, plan)
 
 
 def _shard_tensors(

@@ -34,12 +34,13 @@ class DeepEP:
         except ImportError as error:
             remedy = "install github.com/deepseek-ai/DeepEP, or use padded"
             raise WeftError(f"parallel.ep_dispatch=deepep needs deep_ep: {remedy}.") from error
-        self.group, self._kind, self._buffer = group, deep_ep.Buffer, None
+        self.group, self._kind, self._row_bytes = group, deep_ep.Buffer, 0
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> _DeepEPDispatch:
         """See `Dispatcher`."""
-        if self._buffer is None:
-            self._buffer = self._create_buffer(rows_RD.shape[1] * rows_RD.element_size())
+        row_bytes = rows_RD.shape[1] * rows_RD.element_size()
+        if row_bytes > self._row_bytes:
+            self._buffer, self._row_bytes = self._create_buffer(row_bytes), row_bytes
         return _DeepEPDispatch(self._buffer, rows_RD, counts_E, self.group.size())
 
     def _create_buffer(self, row_bytes: int) -> Any:

@@ -4,7 +4,8 @@
 
 ``|...|`` is the norm of each row, one number per output, and m [outputs] is trained.  It begins as
 ``|W|``, so the model starts unchanged.  As in the paper (section 4.3) and PEFT, the denominator is
-a constant of the gradient.
+a constant of the gradient.  Each expert has its own norms: m is [experts, outputs].  PEFT has no
+DoRA for experts, so such adapters are exported only merged.
 
 *Parameter.*  The module stores ``m - |W|``, which begins as zeros.  Its gradient is that of m.  So
 the initial value does not depend on weights that are loaded later, and in bfloat16 small changes of
@@ -27,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.config.schema import LoraSection
+from weft.models.layers import add_bias
+from weft.models.moe import ExpertLinear
 from weft.parallel.collectives import sum_over_ranks
-from weft.parallel.lora import FrozenLinear, LoraLinear
+from weft.parallel.lora import FrozenLinear, LoraExpertLinear, LoraLayer, LoraLinear
 from weft.parallel.quantized import dequantize_matrix
 from weft.plan.matrices import Linear
 
@@ -36,15 +39,16 @@ SMALLEST_NORM = 1e-12  # of a row of zeros
 
 
 class Magnitude(nn.Module):
-    """Changes of the lengths of a matrix's rows: a weight ``[outputs]``."""
+    """Changes of row lengths: a weight ``[outputs]``, or ``[experts, outputs]``."""
 
-    def __init__(self, outputs: int) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs))
+        self.weight = nn.Parameter(torch.zeros(shape))
+        self.output_dim = len(shape) - 1  # which tensor parallelism shards
 
 
-class DoraLinear(LoraLinear):
-    """A frozen linear layer with an adapter and a trained length of each row.
+class DoraLayer(LoraLayer):
+    """A frozen layer with an adapter and a trained length of each row.
 
     Attributes:
         input_group: ranks that share the inputs of the layer; None: this rank has all.
@@ -54,17 +58,22 @@ class DoraLinear(LoraLinear):
 
     def __init__(self, layer: Linear, section: LoraSection | None, linear: FrozenLinear) -> None:
         super().__init__(layer, section, linear)
+        experts = [layer.num_experts] if isinstance(layer, ExpertLinear) else []
         with layer.weight.device:
-            self.lora_magnitude = Magnitude(self.out_features)
+            self.lora_magnitude = Magnitude(*experts, self.out_features)
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Map ``[..., inputs]`` to ``[..., outputs]``."""
-        out = (self.linear(x, self.weight) + self.adapter_output(x)) * self._scale().to(x.dtype)
-        return out if self.bias is None else out + self.bias
+        """Map ``[..., inputs]`` to ``[..., outputs]``; ``counts``: see `Experts.forward`."""
+        rows = counts[:1]
+        out = self.linear(x, self.weight, None, *rows) + self.adapter_output(x, *counts)
+        scale = self._scale().to(x.dtype)
+        for counts_E in rows:
+            scale = scale.repeat_interleave(counts_E, dim=0, output_size=len(out))
+        return add_bias(out * scale, self.bias, *rows)
 
     def merged_weight(self) -> Tensor:
-        """Return the weight with the adapter, ``[outputs, inputs]``."""
-        return super().merged_weight() * self._scale().to(self.weight.dtype).unsqueeze(1)
+        """Return the weight with the adapter, ``[..., outputs, inputs]``."""
+        return super().merged_weight() * self._scale().to(self.weight.dtype).unsqueeze(-1)
 
     def _scale(self) -> Tensor:
         a: Any = self.lora_A
@@ -73,13 +82,21 @@ class DoraLinear(LoraLinear):
         return magnitude_scale(factors, self.scaling, self.lora_magnitude.weight, self.input_group)
 
 
+class DoraLinear(DoraLayer, LoraLinear):
+    """A frozen linear layer with an adapter and a trained length of each row."""
+
+
+class DoraExpertLinear(DoraLayer, LoraExpertLinear):
+    """Frozen linear layers of experts, each with an adapter and lengths of its rows."""
+
+
 def magnitude_scale(
     factors: tuple[Tensor, Tensor, Tensor],
     scaling: float,
     magnitude: Tensor,
     input_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return ``m / |W + s B A|``, float32 ``[outputs]``.
+    """Return ``m / |W + s B A|``, float32 ``[..., outputs]``.
 
     Args:
         factors: W, A and B; see `row_squares`.
@@ -97,18 +114,18 @@ def magnitude_scale(
 
 @torch.no_grad()
 def row_squares(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return the squared row norms of W and of W + s B A: float32 ``[2, outputs]``.
+    """Return squared row norms of W and W + s B A: float32 ``[2, ..., outputs]``.
 
     Args:
-        weight: W ``[outputs, inputs]``, maybe quantized.
-        a: A ``[rank, inputs]``.
-        b: B ``[outputs, rank]``.
+        weight: W ``[..., outputs, inputs]``, maybe quantized.
+        a: A ``[..., rank, inputs]``.
+        b: B ``[..., outputs, rank]``.
         scaling: s.
     """
     if weight.dtype == torch.uint8:
         weight = dequantize_matrix(weight, a.dtype)
-    before = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    before = torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32).square()
     b = b.float()
-    mixed = ((weight @ a.mT).float() * b).sum(1)
-    after = before + 2 * scaling * mixed + scaling**2 * ((b @ (a @ a.mT).float()) * b).sum(1)
+    mixed = ((weight @ a.mT).float() * b).sum(-1)
+    after = before + 2 * scaling * mixed + scaling**2 * ((b @ (a @ a.mT).float()) * b).sum(-1)
     return torch.stack((before, after.clamp(min=0)))

@@ -98,23 +98,41 @@ def enable_dispatch(
 
 
 def apply_in_chunks(
-    forward: Callable[[Tensor, Tensor], Tensor],
+    forward: Callable[..., Tensor],
     dispatcher: Dispatcher,
     num_chunks: int,
     rows_RD: Tensor,
     counts_E: Tensor,
+    *keys_R: Tensor,
 ) -> Tensor:
-    """Apply the group's experts to this rank's rows; see `Experts.forward`."""
-    dispatch = dispatcher(rows_RD, counts_E)
+    """Apply the group's experts to this rank's rows; see `Experts.forward`.
+
+    Keys are int64.  Their bits are more columns of the rows, so that every dispatcher sends them.
+    """
+    dim = rows_RD.shape[1]
+    # Each key twice, because DeepEP sends 16 bytes at a time.
+    columns = [key_R.unsqueeze(1).repeat(1, 2).view(rows_RD.dtype) for key_R in keys_R]
+    dispatch = dispatcher(torch.cat((rows_RD, *columns), dim=1) if columns else rows_RD, counts_E)
     try:
         dispatch.start(0)
         for chunk in range(num_chunks):
             if chunk + 1 < num_chunks:
                 dispatch.start(chunk + 1)
-            dispatch.send_back(chunk, forward(*dispatch.receive(chunk)))
+            rows_QD, counts_L = dispatch.receive(chunk)
+            rows_QD, *keys_Q = _split_columns(rows_QD, dim, len(keys_R))
+            dispatch.send_back(chunk, forward(rows_QD, counts_L, *keys_Q))
         return dispatch.result()
     finally:
         dispatch.close()
+
+
+def _split_columns(rows_QD: Tensor, dim: int, num_keys: int) -> list[Tensor]:
+    """Return rows and keys; see `apply_in_chunks`."""
+    if not num_keys:
+        return [rows_QD]
+    rows_QD, bits_QK = rows_QD.split([dim, rows_QD.shape[1] - dim], dim=1)
+    keys_QK = bits_QK.detach().contiguous().view(torch.int64)
+    return [rows_QD.contiguous(), *keys_QK[:, ::2].unbind(1)]
 
 
 class AllToAll:

@@ -27,7 +27,7 @@ complete.  The gradient of the replicated factor is a partial sum on each rank: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,7 @@ from weft.models.layers import linear
 from weft.models.moe import ExpertLinear
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target, lora_scaling
 from weft.plan.matrices import Linear, find_linear_layers
+from weft.plan.plan import Plan
 
 # Like `weft.models.layers.linear`.
 FrozenLinear = Callable[..., Tensor]
@@ -86,8 +87,8 @@ class LoraLayer(nn.Module):
             self.scaling = lora_scaling(section)
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Map ``[..., inputs]`` to ``[..., outputs]``; ``counts``: of `grouped_linear`."""
-        out = self.linear(x, self.weight, self.bias, *counts)
+        """Map ``[..., inputs]`` to ``[..., outputs]``; ``counts``: see `Experts.forward`."""
+        out = self.linear(x, self.weight, self.bias, *counts[:1])
         if self.lora_A is None:
             return out
         return out + self.adapter_output(x, *counts)
@@ -96,7 +97,8 @@ class LoraLayer(nn.Module):
         """Return the adapter's part of the output."""
         assert self.lora_A is not None
         if self.dropout is not None and self.training:
-            x = self.dropout(x)
+            x = self.dropout(x, *counts[1:])
+        counts = counts[:1]
         hidden: Tensor = self.lora_A(x, *counts)
         update: Tensor = self.lora_B(hidden * self.scaling, *counts)
         return update
@@ -115,6 +117,25 @@ class LoraLinear(LoraLayer, nn.Linear):
 
 class LoraExpertLinear(LoraLayer, ExpertLinear):
     """Frozen linear layers of experts, each with an adapter."""
+
+
+def add_adapters(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    plan: Plan,
+    float8_names: Sequence[str],
+    sharding: Mapping[str, TensorParallelSpec],
+) -> Mapping[str, TensorParallelSpec]:
+    """Apply LoRA as planned; return the extended table ``sharding``.
+
+    ``float8_names``: layers whose frozen matrices are multiplied in float8.
+    """
+    linears: dict[str, FrozenLinear] = {}
+    if float8_names:
+        build: Any = lookup("weft.parallel.float8_frozen:frozen_float8_linear", {})
+        linears = dict.fromkeys(float8_names, build(plan.float8, plan.float8_emulated))
+    apply_lora(model, blocks, plan.job.lora, getattr(torch, plan.compute_dtype), linears)
+    return add_adapter_sharding(sharding)
 
 
 def apply_lora(
@@ -156,7 +177,9 @@ def apply_lora(
         target = section if is_target(name, section) else None
         kind = LoraLinear if isinstance(layer, nn.Linear) else LoraExpertLinear
         if section.dora and target is not None:
-            kind = lookup("weft.parallel.dora:DoraLinear", {})
+            kind = lookup("weft.parallel.dora:DoraExpertLinear", {})
+            if isinstance(layer, nn.Linear):
+                kind = lookup("weft.parallel.dora:DoraLinear", {})
         model.set_submodule(name, kind(layer, target, linears.get(name, product)))
 
 

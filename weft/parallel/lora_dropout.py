@@ -8,6 +8,11 @@ the order of the data (`weft.data.loader.Loader`), so every step, also of a late
 another mask, and a repeated step has the same.  Adapters of the embedding and the head have no
 dropout: a lookup has no input to drop, and a fused loss reads merged weights.
 
+*Experts.*  A row that is routed to an expert has the mask of its token, in all experts of a layer,
+as if its token were dropped from before routing.  So the mask depends neither on the order of the
+rows nor on the choice of the router.  The mixed numbers of the tokens are permuted like the rows,
+and travel with them in expert parallelism.
+
 *Hash.*  SplitMix64 mixes the number of the token, and d, to 32 bits each.  A hash of 32 bits mixes
 the xor of the two.  An element is kept if the result, as an integer, is not among the lowest
 fraction p.  Backward computes the mask again, so nothing but the numbers of the tokens is saved.
@@ -33,8 +38,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.layers import run_function
+from weft.models.moe import MoE
 from weft.parallel.initialization import GOLDEN, mix_bits, mix_int
-from weft.parallel.lora import LoraLinear
+from weft.parallel.lora import LoraLayer
+from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
 
 # Of lowbias32 (C. Wellons, "Prospecting for hash functions", 2018), as signed 32-bit integers.
@@ -54,6 +61,10 @@ class _TokenKeys:
     value: Tensor | None = None
     set_by_blocks = True
 
+    def for_experts(self) -> list[Tensor]:
+        """Return the numbers of the tokens, ``[B, T]``, if there are any: `MoE.token_keys`."""
+        return [] if self.value is None else [self.value]
+
 
 class DropoutBlock:
     """Mixed into a block's class: numbers of tokens are forward's last argument."""
@@ -65,6 +76,14 @@ class DropoutBlock:
         if self.token_keys.set_by_blocks:
             self.token_keys.value = args[-1]
         return super().forward(*args[:-1])  # type: ignore[misc]
+
+
+def add_lora_dropout(
+    model: nn.Module, blocks: Sequence[nn.Module], probability: float, plan: Plan
+) -> None:
+    """Apply dropout as planned: see `apply_lora_dropout`."""
+    one_graph = plan.is_compiled and not plan.has_graph_breaks
+    apply_lora_dropout(model, blocks, probability, plan.seed, one_graph)
 
 
 def apply_lora_dropout(
@@ -87,7 +106,9 @@ def apply_lora_dropout(
     token_keys.set_by_blocks = not compiled_blocks
     in_blocks = {module for block in blocks for module in block.modules()}
     for name, module in list(model.named_modules()):
-        has_adapter = isinstance(module, LoraLinear) and module.lora_A is not None
+        if isinstance(module, MoE):
+            module.token_keys = token_keys.for_experts
+        has_adapter = isinstance(module, LoraLayer) and module.lora_A is not None
         if has_adapter and module in in_blocks:
             stream = mix_int((seed << 32) ^ zlib.crc32(name.encode()) ^ 1)
             module.dropout = AdapterDropout(
@@ -161,9 +182,12 @@ class AdapterDropout(nn.Module):
         self._set_columns(self.columns_D.device)  # to_empty leaves them uninitialized
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[B, T, D]`` of the same shape; unchanged without numbers of tokens."""
-        keys = self.token_keys.value
+    def forward(self, x: Tensor, keys_R: Tensor | None = None) -> Tensor:
+        """Return ``[B, T, D]`` of the same shape; unchanged without numbers of tokens.
+
+        ``keys_R``: numbers of the rows of experts, ``[R, D]``.
+        """
+        keys = self.token_keys.value if keys_R is None else keys_R
         if keys is None:
             return x
         tokens = keys.view(x.shape[:-1])

@@ -257,6 +257,7 @@ def _shard_parameters(
     # The last dims are outputs and inputs (or blocks of inputs, and their bytes:
     # `weft.parallel.lora`).  The stacked weight of experts has one more dim before them.
     dim = max(0, full.dim() - (2 if full.is_floating_point() else 3)) + (kind == "row")
+    dim = vars(module).get("output_dim", dim)  # of `weft.parallel.dora`
     for name, param in list(module.named_parameters(recurse=False)):
         placement: Placement = Replicate()
         part, local = _LocalPart(), param.data

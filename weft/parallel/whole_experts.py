@@ -46,6 +46,7 @@ def split_tokens(layers: Iterable[MoE], group: dist.ProcessGroup, sequence_paral
         router: Any = layer.router
         router.sum_over_shards = partial(_sum_over_shards, router.sum_over_shards, group)
         router.sequence_shards *= group.size()
+        layer.token_keys = partial(_slice_keys, layer.token_keys, group)
         if not sequence_parallel:
             layer.route = partial(_route_slice, layer.route, group)  # type: ignore[method-assign]
 
@@ -62,6 +63,12 @@ def _route_slice(
     """Route this rank's slice of a sequence that all ranks have; return all outputs."""
     x_BSD = with_adjoint(_slice, all_gather_slices)(x_BTD, group)
     return with_adjoint(all_gather_slices, _slice)(route(x_BSD), group)
+
+
+def _slice_keys(
+    token_keys: Callable[[], Iterable[Tensor]], group: dist.ProcessGroup
+) -> list[Tensor]:
+    return [_slice(each_BT, group) for each_BT in token_keys()]
 
 
 def _slice(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:

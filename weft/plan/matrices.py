@@ -50,7 +50,8 @@ class Matrix(NamedTuple):
 
 def is_matrix(name: str, param: Tensor, block_params: Collection[Tensor]) -> bool:
     """Return True for matrices of the blocks, and stacks of them: Muon's parameters."""
-    return param.dim() >= 2 and param in block_params and not name.endswith(".bias")
+    is_vector = name.endswith((".bias", ".lora_magnitude.weight"))  # of each expert
+    return param.dim() >= 2 and param in block_params and not is_vector
 
 
 def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Linear]:

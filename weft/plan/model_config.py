@@ -110,10 +110,10 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         The job, unchanged after an error, and all errors.
     """
     section, errors = job.model, ConfigErrors()
-    saved = _read_imported(run_dir)
+    saved = read_imported(run_dir)
     is_named = section.path not in ("", REQUIRED)
     if saved is not None and (
-        _is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
+        is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
     ):
         section, directory = saved.model, run_dir
     elif section.path == REQUIRED:
@@ -123,7 +123,7 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         return job, errors
     else:
         fields = {k: v for k, v in section.overrides().items() if k not in TRAINING_KEYS}
-        if fields and fields != NO_MTP and not _is_complete(section):
+        if fields and fields != NO_MTP and not is_complete(section):
             for name, value in fields.items():
                 rule = "cannot be set beside model.path, which decides it"
                 remedy = "remove one of the two"
@@ -145,7 +145,7 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     return replace(job, **changes), errors
 
 
-def _read_imported(run_dir: Path) -> Job | None:
+def read_imported(run_dir: Path) -> Job | None:
     """Return the job of a run whose weights are imported; None if it is no such run."""
     try:
         if not (run_dir / "job.toml").is_file():
@@ -156,12 +156,12 @@ def _read_imported(run_dir: Path) -> Job | None:
     return None if errors or not job.model.path else job
 
 
-def _is_same_path(ours: str, theirs: str) -> bool:
+def is_same_path(ours: str, theirs: str) -> bool:
     """Return True if a name means a saved ``model.path``, which may be gone."""
     return theirs in (ours, os.path.abspath(Path(ours).expanduser()))
 
 
-def _is_complete(section: ModelSection) -> bool:
+def is_complete(section: ModelSection) -> bool:
     """Return True if the section has every field, as in a ``job.toml``."""
     config, errors = resolve_section(section)
     return not errors and config is not None and {*config.model_dump()} <= {*section.overrides()}
@@ -223,6 +223,8 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
 def _has_files(directory: Path, with_weights: bool) -> bool:
     """Return True if a snapshot is complete; a download may have been interrupted."""
     names = ["config.json"]
+    if (directory / "adapter_config.json").is_file() and not (directory / names[0]).is_file():
+        return (directory / "adapter_model.safetensors").is_file() or not with_weights
     index = directory / INDEX_FILE
     if with_weights and index.is_file():
         names += set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())

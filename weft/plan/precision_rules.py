@@ -13,7 +13,6 @@ from weft.plan.lora_plan import (
     QUANT_BLOCK_BYTES,
     QUANT_BLOCK_SIZE,
     TrainingCost,
-    is_target,
     outer_targets,
 )
 from weft.plan.matrices import (
@@ -106,13 +105,6 @@ def check_lora(
         rule = "has lengths of columns for the embedding, but of rows for the head that shares it"
         remedy = "use lora.targets without embed_tokens, or lora.dora=false"
         errors.add("lora.dora", rule, remedy, ("lora.targets", "model.tied_embeddings"))
-    stacks = [m for m in matrices if m.experts and is_target(m.name, section)]
-    for name in ("dora", "dropout") if stacks else ():
-        if getattr(section, name):
-            others = dict.fromkeys(m.name.split(".", 2)[-1] for m in matrices if not m.experts)
-            rule = f"does not support experts ({stacks[0].name}), as in PEFT"
-            remedy = f"use lora.targets={','.join(others)}"
-            errors.add(f"lora.{name}", rule, remedy, ("lora.targets",))
     unequal = {(m.name.rpartition(".")[2], m.in_features): m for m in matrices}
     for (layer, _), matrix in unequal.items() if section.quantize != "none" else ():
         spec = tensor_parallel_spec(matrix.name, family)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weft.config.errors import ConfigErrors, InvalidConfig
+from weft.config.errors import ConfigErrors, InvalidConfig, lookup
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
@@ -92,7 +92,10 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     """
     recipe_job = base or job
     run_dir = _run_dir(job, recipe, recipe_job)
-    job, path_errors = adopt_model(job, recipe_job, Path(run_dir))
+    adopt: Any = adopt_model
+    if job.lora.path:
+        adopt = lookup("weft.tools.adapter_path:adopt_adapter", {})
+    job, path_errors = adopt(job, recipe_job, Path(run_dir))
     job = _fit_seq_len(job, recipe_job)
     errors = ConfigErrors(job)
     errors += path_errors

@@ -7,9 +7,10 @@ safetensors are read, and no code of a model is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import replace_bytes, replace_text
-from weft.config.schema import Job, ModelSection, replace
+from weft.config.schema import Job, LoraSection, ModelSection, replace
 from weft.config.writer import to_toml
 from weft.data.document_tokens import find_document_tokens
 from weft.data.prepared_cache import Report
@@ -43,7 +44,7 @@ from weft.models.hf_mapping import (
     param_shapes,
     printable,
 )
-from weft.plan.model_config import keep_mtp_layers, model_section
+from weft.plan.model_config import keep_mtp_layers, model_section, resolve_section
 from weft.tools.hf_convert import (
     COMPANION_FILES,
     DTYPES,
@@ -60,6 +61,7 @@ from weft.tools.hf_weights import (
     list_quantized,
     open_hf_weights,
 )
+from weft.tools.peft_import import Adapter, open_adapter
 
 # A plain file name: no directory, no parent directory, not hidden.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
@@ -82,6 +84,7 @@ class ModelSource(NamedTuple):
         dtypes: their dtypes in the files.
         files: other files of the run directory, and where their content is.
         note: a remark for the user, or ''.
+        manifest: entries that the manifest of the checkpoint gets.
     """
 
     name: str
@@ -91,6 +94,7 @@ class ModelSource(NamedTuple):
     dtypes: list[str]
     files: dict[str, Path]
     note: str
+    manifest: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def summary(self) -> str:
@@ -100,7 +104,12 @@ class ModelSource(NamedTuple):
 
 
 def import_model(
-    source: Path, run_dir: Path, report: Report, force: bool = False, with_mtp: bool = True
+    source: Path,
+    run_dir: Path,
+    report: Report,
+    force: bool = False,
+    with_mtp: bool = True,
+    adapter: Path | None = None,
 ) -> str:
     """Import a Hugging Face directory as a run with a checkpoint of step 0.
 
@@ -110,6 +119,7 @@ def import_model(
         report: called with the progress.
         force: accept a tokenizer that is far smaller than the model's vocabulary.
         with_mtp: import the layers of multi-token prediction.
+        adapter: directory of an adapter of this model, to train it further.
 
     Returns:
         A message for the user.
@@ -120,6 +130,14 @@ def import_model(
     errors = ConfigErrors()
     with store_errors(source):
         model = open_hf_source(source, str(source), force, errors, with_mtp)
+    lora = LoraSection()
+    if model is not None and adapter is not None:
+        config, _ = resolve_section(model.section)
+        with store_errors(adapter):
+            opened = open_adapter(adapter, FAMILIES[model.section.kind].of(config), config, errors)
+        if opened is not None:
+            lora = LoraSection.model_validate({"path": str(adapter), **opened.section})
+            model = add_adapter(model, opened, lora)
     check_out(errors, "run_dir", run_dir, 0 if model is None else model.num_bytes)
     errors.raise_any()
     assert model is not None
@@ -127,6 +145,7 @@ def import_model(
         Job(),
         run={"dir": str(run_dir)},
         model=model.section.model_dump(),
+        lora=lora.model_dump(),
         data={"tokenizer": str(run_dir / "tokenizer.json")},
         train={"seq_len": min(1024, model.section.overrides()["max_seq_len"])},
     )
@@ -134,6 +153,22 @@ def import_model(
         write_imported(directory, directory / "checkpoints", model, job, report)
     summary = f"{run_dir}: {model.summary}"
     return f"{summary}\n{model.note}" if model.note else summary
+
+
+def add_adapter(model: ModelSource, adapter: Adapter, lora: LoraSection) -> ModelSource:
+    """Return the source of a run that trains the adapter of ``lora.path``."""
+    config, _ = resolve_section(model.section)
+    weights = adapter.apply(model.weights, lora, FAMILIES[model.section.kind].of(config), config)
+    added = [name for name in weights if name not in model.weights]
+    note = f"{len(added)} tensors of the adapter {lora.path}, of rank {lora.rank}"
+    if adapter.saved:
+        note += f", which also replaces {', '.join(adapter.saved)} (frozen)"
+    return model._replace(
+        weights=weights,
+        num_bytes=model.num_bytes + 4 * sum(weights[name].shape.numel() for name in added),
+        note=f"{model.note}\n{note}" if model.note else note,
+        manifest={"base": checkpoint_path(Path(), 0).name, "saved": adapter.saved_names},
+    )
 
 
 def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, report: Report) -> None:
@@ -158,6 +193,7 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
         "weft": weft.__version__,
         "torch": torch.__version__,
         "imported": model.section.path,
+        **model.manifest,
     }
     for name, path in model.files.items():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +205,10 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
             write_weights_checkpoint(directory, model.weights, manifest, progress)
         except UnrepresentableValue as error:
             rule = f"cannot be imported: {error}"
-            raise InvalidConfig([ConfigError("model.path", model.section.path, rule)]) from error
+            key, value = "model.path", model.section.path
+            if ".lora_" in str(error):
+                key, value = "lora.path", job.lora.path
+            raise InvalidConfig([ConfigError(key, value, rule)]) from error
 
 
 def open_hf_source(

@@ -93,9 +93,11 @@ def find_base_checkpoint(checkpoint: CheckpointRef) -> Path | None:
     Raises:
         InvalidConfig: if that checkpoint is missing.
     """
-    if not checkpoint.job.lora.has_adapters or checkpoint_step(checkpoint.path) == 0:
+    if not checkpoint.job.lora.has_adapters:
         return None
     name = read_manifest(checkpoint.path).get("base", "")
+    if not name and checkpoint_step(checkpoint.path) == 0:  # with adapters, its own base
+        return None
     base = checkpoint.path.with_name(name or "none")
     if not name or not (base / "manifest.json").is_file():
         rule = f"has adapters to {f'{name}, which does not exist' if name else 'random weights'}"

@@ -9,17 +9,21 @@ from torch import nn
 
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigErrors
+from weft.config.schema import LoraSection
+from weft.parallel.lora import apply_lora
 from weft.plan.model_config import locate_model
+from weft.tools.adapter_path import locate_import
 from weft.tools.hf_import import open_hf_model, store_errors
 from weft.tools.inference_model import find_checkpoint, load_unsharded
+from weft.tools.peft_import import open_adapter
 
 
 def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """Load a model in this process.
 
     Args:
-        path: a run or checkpoint of weft, a Hugging Face directory, which may be in an object
-            store, or org/name on the Hub.
+        path: a run or checkpoint of weft, a Hugging Face directory or an adapter, which may be in
+            an object store, or org/name on the Hub.
         dtype: dtype of the parameters; None: float32.
         device: where they are allocated.
 
@@ -37,19 +41,32 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
     if "://" in path and not path.startswith("hf://"):
         remote = open_directory(path)
         with store_errors(remote):
-            return _load_hf(remote, dtype, device)
-    return _load_hf(locate_model(path, with_weights=True, key="path"), dtype, device)
+            return _load_hf(*locate_import(remote, ""), dtype, device)
+    directory = locate_model(path, with_weights=True, key="path")
+    return _load_hf(*locate_import(directory, ""), dtype, device)
 
 
-def _load_hf(directory: Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
-    """Load a Hugging Face directory, one weight at a time."""
+def _load_hf(
+    directory: Path, adapter: Path | None, dtype: torch.dtype | None, device: torch.device
+) -> nn.Module:
+    """Load a Hugging Face directory, maybe with an adapter, one weight at a time."""
     errors = ConfigErrors()
     opened = open_hf_model(directory, errors)
     errors.raise_any()
     assert opened is not None
     family, config, weights = opened
+    lora = None
+    if adapter is not None:
+        read = open_adapter(adapter, family, config, errors)
+        errors.raise_any()
+        assert read is not None
+        lora = LoraSection.model_validate(read.section)
+        weights = read.apply(weights, lora, family, config)
     with torch.device("meta"):
-        module = family.build(config).to(dtype or torch.float32)
+        module = family.build(config)
+        if lora is not None:
+            apply_lora(module, family.blocks(module), lora, torch.float32)
+        module.to(dtype or torch.float32)
     module.to_empty(device=device)
     # Parameters, and the buffers that a checkpoint has.
     for name, target in module.state_dict().items():

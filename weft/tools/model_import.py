@@ -26,10 +26,12 @@ from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.plan.model_config import NO_MTP, expand_preset, locate_model, model_name
 from weft.plan.plan import Plan
+from weft.tools.adapter_path import locate_adapter
 from weft.tools.hf_convert import COMPANION_FILES, path_exists
-from weft.tools.hf_import import ModelSource, open_hf_source, write_imported
+from weft.tools.hf_import import ModelSource, add_adapter, open_hf_source, write_imported
 from weft.tools.inference_model import find_base_checkpoint, find_checkpoint, is_mtp_weight
 from weft.tools.peft_export import open_merged
+from weft.tools.peft_import import open_adapter
 from weft.train.state import checkpoint_dir
 
 
@@ -53,6 +55,15 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
         source = open_hf_source(directory, path, force, errors, with_mtp)
     errors.raise_any()
     assert source is not None
+    if plan.job.lora.path:
+        directory = locate_adapter(plan.job.lora.path)
+        adapter = open_adapter(directory, plan.family, plan.model, errors)
+        errors.raise_any()
+        assert adapter is not None
+        if any(getattr(plan.job.lora, name) != each for name, each in adapter.section.items()):
+            rule = "is not the adapter of this run any more: its configuration has changed"
+            errors.add("lora.path", rule, "use another run.dir", value=plan.job.lora.path)
+        source = add_adapter(source, adapter, plan.job.lora)
     if source.section.overrides() != plan.job.model.overrides():
         rule = "is not the model of this run any more: its configuration has changed"
         errors.add("model.path", rule, "use another run.dir", value=path)

@@ -43,6 +43,7 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import LoraSection
+from weft.models.family import Family
 from weft.models.hf_fields import HFMapping, StackedExperts
 from weft.models.hf_mapping import get_hf_mapping, param_shapes
 from weft.parallel.dora import row_squares
@@ -58,24 +59,41 @@ from weft.tools.inference_model import (
 )
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of the names of transformers
 
 
 def open_merged(
     checkpoint: CheckpointRef, base: Path, without_adapters: bool = False
 ) -> dict[str, Weight]:
     """Open the weights of a run, by default with the adapters merged."""
-    weights, adapters = open_weights(base), open_weights(checkpoint.path)
-    if without_adapters:
-        adapters = {}
+    weights = {name: w for name, w in open_weights(base).items() if ".lora_" not in name}
+    adapters = {} if without_adapters else open_weights(checkpoint.path)
+    return merge_adapters(
+        weights, adapters, checkpoint.job.lora, checkpoint.family, checkpoint.config
+    )
+
+
+def merge_adapters(
+    weights: Mapping[str, Weight],
+    adapters: Mapping[str, Weight],
+    lora: LoraSection,
+    family: Family,
+    config: Any,
+) -> dict[str, Weight]:
+    """Return the weights that a LoRA run computes with.
+
+    Args:
+        weights: weights of the base model, by name.
+        adapters: adapters by name; empty: only quantize the weights as the run does.
+        lora: the section ``[lora]``.
+        family: the model family.
+        config: its configuration.
+    """
     quantized: set[str] = set()
-    if checkpoint.job.lora.quantize != "none":
-        linear = list_matrices(checkpoint.config, checkpoint.family)
-        quantized = {f"{matrix.name}.weight" for matrix in linear}
+    if lora.quantize != "none":
+        quantized = {f"{matrix.name}.weight" for matrix in list_matrices(config, family)}
     return {
-        name: Weight(
-            weight.shape,
-            partial(_merge, name, weight, adapters, checkpoint.job.lora, name in quantized),
-        )
+        name: Weight(weight.shape, partial(_merge, name, weight, adapters, lora, name in quantized))
         for name, weight in weights.items()
     }
 
@@ -94,7 +112,7 @@ def _merge(
     has_adapter = is_embedding or f"{module}.lora_A.weight" in adapters
     scaling, columns = lora_scaling(lora), None
     if has_adapter:
-        magnitude = _read_magnitude(adapters, module)
+        magnitude = read_magnitude(adapters, module)
     if is_embedding:
         b, a = _read_factor(adapters, module, "embedding_A"), _read_embedding_b(adapters, module)
         if magnitude is not None:
@@ -104,7 +122,7 @@ def _merge(
     elif has_adapter:
         a, b = (_read_factor(adapters, module, which) for which in "AB")
     offset = first
-    for rows in weight.read(first, stop):
+    for rows in weight.read() if stop is None else weight.read(first, stop):
         if is_quantized:
             rows = dequantize_matrix(quantize_matrix(rows, lora.quantize), torch.float32)
         if has_adapter:
@@ -113,7 +131,7 @@ def _merge(
             merged = rows.float() + scaling * factors[1] @ factors[0]
             if magnitude is not None:
                 before, after = row_squares(rows.float(), *factors, scaling).sqrt()
-                merged *= ((before + magnitude[part]) / after).unsqueeze(1)
+                merged *= ((before + magnitude[part]) / after).unsqueeze(-1)
             rows = merged if columns is None else merged * columns
         offset += len(rows)
         yield rows
@@ -134,16 +152,28 @@ def _read_embedding_b(adapters: Mapping[str, Weight], module: str) -> Tensor:
     return _read_factor(adapters, module, "embedding_B").t()
 
 
-def _read_magnitude(adapters: Mapping[str, Weight], module: str) -> Tensor | None:
+def read_magnitude(adapters: Mapping[str, Weight], module: str) -> Tensor | None:
     """Return the changes of a matrix's row lengths (DoRA), or None."""
     weight = adapters.get(f"{module}.lora_magnitude.weight")
     return None if weight is None else torch.cat([*weight.read()])
 
 
+def row_lengths(weight: Weight) -> Tensor:
+    """Return the length of each row of a matrix."""
+    return torch.cat([rows.float().norm(dim=-1) for rows in weight.read()])
+
+
+def column_lengths(weight: Weight) -> Tensor:
+    """Return the length of each column of a matrix."""
+    table = torch.cat([rows.float() for rows in weight.read()])
+    lengths: Tensor = torch.linalg.vector_norm(table, dim=0)
+    return lengths
+
+
 # --------------------------------------------------------------------------- PEFT
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """Module or parameter of transformers that PEFT adapts with one pair of matrices.
 
     Attributes:
@@ -165,13 +195,13 @@ class _Target(NamedTuple):
         return re.sub(r"^.*\.layers\.\d+\.", "", name)
 
 
-def _list_targets(
+def list_targets(
     mapping: HFMapping, layers: Collection[str], shapes: Mapping[str, torch.Size]
-) -> list[_Target]:
+) -> list[Target]:
     """Return the targets of weft's layers with adapters."""
     has_experts = any(".experts." in name for name in shapes)
     fused = {part: name for name, parts in mapping.fused.items() for part in parts}
-    targets: dict[_Target, None] = {}
+    targets: dict[Target, None] = {}
     for name in layers:
         layer, module, _ = split_name(f"{name}.weight")
         parent, _, leaf = module.rpartition(".")
@@ -184,7 +214,7 @@ def _list_targets(
             if mapping.stacked is None and {*gate_up, f"{layer}{parent}.down_proj"} <= set(layers):
                 for e in range(shapes[f"{name}.weight"][0]):
                     path = mapping.hf_name(f"{layer}{parent}.{e}.{leaf}")
-                    targets[_Target(path, "", parts, e)] = None
+                    targets[Target(path, "", parts, e)] = None
                 continue
             path = f"model.{layer}{mapping.experts}"
             parameter = leaf
@@ -195,7 +225,7 @@ def _list_targets(
             parts = tuple(layer + part for part in mapping.fused[fused[module]])
         elif has_experts and parent.startswith("mlp"):
             parameter = "weight"
-        targets[_Target(path, parameter, parts)] = None
+        targets[Target(path, parameter, parts)] = None
     return list(targets)
 
 
@@ -215,7 +245,7 @@ class _Pair(NamedTuple):
 
 
 def _open_pair(
-    target: _Target,
+    target: Target,
     adapters: Mapping[str, Weight],
     shapes: Mapping[str, torch.Size],
     layout: StackedExperts | None,
@@ -264,7 +294,7 @@ def _open_pair(
 
 
 def _open_magnitude(
-    target: _Target, adapters: Mapping[str, Weight], base: Mapping[str, Weight]
+    target: Target, adapters: Mapping[str, Weight], base: Mapping[str, Weight]
 ) -> Weight:
     """Open the lengths of a target's rows; without an adapter, of its weight.
 
@@ -277,19 +307,19 @@ def _open_magnitude(
 
     def read() -> Iterator[Tensor]:
         for part, weight in zip(target.parts, weights, strict=True):
-            lengths = torch.cat([rows.float().norm(dim=1) for rows in weight.read()])
-            magnitude = _read_magnitude(adapters, part)
+            lengths = row_lengths(weight)
+            magnitude = read_magnitude(adapters, part)
             yield lengths if magnitude is None else lengths + magnitude
 
     return Weight(torch.Size((sum(weight.shape[0] for weight in weights),)), read)
 
 
-def _peft_weights(targets: Mapping[_Target, _Pair]) -> dict[str, Weight]:
+def _peft_weights(targets: Mapping[Target, _Pair]) -> dict[str, Weight]:
     """Return the tensors of an adapter's file by name."""
     weights: dict[str, Weight] = {}
     paths = {target.path for target in targets if target.parameter == "down_proj"}
     for target, pair in targets.items():
-        name = f"base_model.model.{target.path}"
+        name = f"{PREFIX}{target.path}"
         if target.parameter == "gate_up_proj" and target.path in paths:
             name += ".base_layer"  # PEFT wraps the module for down_proj last
         weights |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b}
@@ -319,21 +349,20 @@ def _embedding_weights(
         value = _read_factor(adapters, module, f"embedding_{which}")
         yield (value.t() if transposed else value).contiguous()
 
-    def read_magnitude() -> Iterator[Tensor]:
-        table = torch.cat([rows.float() for rows in base[f"{module}.weight"].read()])
-        change = _read_magnitude(adapters, module)
+    def read_lengths() -> Iterator[Tensor]:
+        change = read_magnitude(adapters, module)
         assert change is not None
-        yield table.norm(dim=0) + change
+        yield column_lengths(base[f"{module}.weight"]) + change
 
-    name = f"base_model.model.{hf_name}"
+    name = f"{PREFIX}{hf_name}"
     weights = {
         f"{name}.lora_embedding_A": Weight(torch.Size((rank, ids)), partial(read, "A", True)),
         f"{name}.lora_embedding_B": Weight(torch.Size((width, rank)), partial(read, "B", False)),
     }
     if f"{module}.lora_magnitude.weight" in adapters:
-        weights[f"{name}.lora_magnitude_vector"] = Weight(torch.Size((width,)), read_magnitude)
+        weights[f"{name}.lora_magnitude_vector"] = Weight(torch.Size((width,)), read_lengths)
     if is_tied:  # as PEFT writes it
-        head = "base_model.model.lm_head"
+        head = f"{PREFIX}lm_head"
         weights |= {
             f"{head}.lora_A.weight": Weight(torch.Size((rank, width)), partial(read, "B", True)),
             f"{head}.lora_B.weight": Weight(torch.Size((ids, rank)), partial(read, "A", False)),
@@ -341,17 +370,51 @@ def _embedding_weights(
     return weights
 
 
+def _select(
+    targets: Collection[Target], every: Collection[Target], are_parameters: bool
+) -> set[str]:
+    """Return the names that select modules, or parameters, in PEFT.
+
+    A name is the end that modules share, unless it would select others, without adapters, too.
+    """
+    chosen = [target for target in targets if bool(target.parameter) == are_parameters]
+
+    def short(target: Target) -> str:
+        return target.name if are_parameters else target.path.rpartition(".")[2]
+
+    others = {f".{target.path}.{target.parameter}".rstrip(".") for target in every}
+    others -= {f".{target.path}.{target.parameter}".rstrip(".") for target in targets}
+    is_unique = {
+        end: not any(n.endswith(f".{end}") for n in others) for end in {*map(short, chosen)}
+    }
+    return {
+        short(target)
+        if target.expert is not None or is_unique[short(target)]
+        else f"{target.path}.{target.parameter}".rstrip(".")
+        for target in chosen
+    }
+
+
 def _peft_config(
-    lora: LoraSection, targets: Mapping[_Target, _Pair], has_embedding: bool, is_tied: bool
+    lora: LoraSection,
+    targets: Mapping[Target, _Pair],
+    every: Collection[Target],
+    has_embedding: bool,
+    is_tied: bool,
+    saved: Collection[str],
 ) -> dict[str, Any]:
     """Return PEFT's configuration, without the name of the base model.
 
     Args:
         lora: the section ``[lora]``.
         targets: what the adapters adapt, without the embedding.
+        every: what adapters of the model could adapt.
         has_embedding: the embedding has an adapter.
         is_tied: the head shares it.
+        saved: names of weights of the base model in the file.
     """
+    embedding = ["embed_tokens"] if has_embedding else []
+    modules = {name.removeprefix(PREFIX).rpartition(".")[0] for name in saved}
     fused = {target.name: pair.num_parts for target, pair in targets.items() if pair.num_parts > 1}
     return {
         "peft_type": "LORA",
@@ -360,19 +423,19 @@ def _peft_config(
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rank_stabilized,
         "use_dora": lora.dora,
-        "target_modules": sorted(
-            {target.name.rpartition(".")[2] for target in targets if not target.parameter}
-            | ({"embed_tokens"} if has_embedding else set())
-        ),
+        "target_modules": sorted({*_select(targets, every, False), *embedding}),
         "ensure_weight_tying": is_tied,
-        "target_parameters": sorted({target.name for target in targets if target.parameter})
-        or None,
+        "target_parameters": sorted(_select(targets, every, True)) or None,
         # The scale of the output stays the same.
         "rank_pattern": {name: lora.rank * parts for name, parts in fused.items()},
         "alpha_pattern": {
             name: lora.alpha * (math.sqrt(parts) if lora.rank_stabilized else parts)
             for name, parts in fused.items()
         },
+        "modules_to_save": sorted(
+            name.rpartition(".")[2] for name in modules if not name.endswith(".base_layer")
+        )
+        or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -414,10 +477,10 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
     trained_with = open_merged(checkpoint, base, without_adapters=True)
     targets = {
         target: _open_pair(target, adapters, shapes, mapping.stacked)
-        for target in _list_targets(mapping, layers, shapes)
+        for target in list_targets(mapping, layers, shapes)
     }
     if lora.dora:
-        wrapped = [target.name for target in targets if target.parameter]
+        wrapped = [t.name for t in targets if t.parameter or t.expert is not None]
         if wrapped:
             rule = f"adapts {wrapped[0]} with lora.dora, which PEFT does not support in this model"
             remedy = "export without --adapter, with the adapters merged"
@@ -433,11 +496,18 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
         )
         remedy = "export without --adapter, with the adapters merged"
         raise InvalidConfig([ConfigError("--adapter", str(checkpoint.path), rule, remedy)])
-    config = _peft_config(lora, targets, has_embedding, is_tied)
-    config["base_model_name_or_path"] = read_manifest(base).get("imported")
+    manifest = read_manifest(base)
+    saved: dict[str, str] = manifest.get("saved", {})  # of `weft.tools.peft_import`
+    matrices = [each.name for each in list_matrices(checkpoint.config, checkpoint.family)]
+    every = list_targets(
+        mapping, [n for n in matrices if not is_mtp_weight(n, checkpoint.config)], shapes
+    )
+    config = _peft_config(lora, targets, every, has_embedding, is_tied, saved)
+    config["base_model_name_or_path"] = manifest.get("imported")
     weights = _peft_weights(targets)
     embedding_name = mapping.hf_name("embed_tokens")
     weights |= _embedding_weights(adapters, trained_with, embedding_name, is_tied)
+    weights |= {name: trained_with[ours] for name, ours in saved.items()}
     with publish_directory(out) as directory:
         num_bytes = write_weight_file(directory / WEIGHTS, weights, dtype)
         write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter

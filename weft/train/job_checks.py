@@ -61,6 +61,7 @@ FIXED = (
 )
 # Keys that imported weights depend on, before the first step.
 FIXED_AT_0 = ("model.", "data.tokenizer")
+FIXED_BY_ADAPTER = ("rank", "alpha", "rank_stabilized", "targets", "dora")
 # Trackers whose package weft does not install.
 TRACKERS = ("wandb", "mlflow")
 
@@ -95,10 +96,12 @@ def prepare_job(
     with later.collect():
         plan = resolve_nodes(apply_environment(job), detect_machine(job.run), recipe, base)
     if plan is not None:  # with the model of model.path
-        model = {"model": plan.job.model.model_dump()}
+        model, lora = plan.job.model.model_dump(), plan.job.lora.model_dump()
         data = {"tokenizer": plan.job.data.tokenizer}
-        job = replace(job, **model, data=data, train={"seq_len": plan.seq_len})
-        base = replace(base, model=plan.job.model.model_dump() | {"path": base.model.path})
+        job = replace(job, model=model, lora=lora, data=data, train={"seq_len": plan.seq_len})
+        base = replace(base, model=model | {"path": base.model.path})
+        if job.lora.path:
+            base = replace(base, lora={name: lora[name] for name in FIXED_BY_ADAPTER})
     _check_files(later, job)
     _check_tokenizer(later, job.data.tokenizer, plan)
     if plan is not None:
@@ -158,6 +161,7 @@ def _absolute_paths(job: Job) -> Job:
         job,
         run={"dir": full(job.run.dir, "auto")},
         model={"path": model_path(job.model.path)},
+        lora={"path": model_path(job.lora.path)},
         data={
             "path": data(job.data.path),
             "mixture": {data(path): weight for path, weight in job.data.mixture.items()},
@@ -320,7 +324,13 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         errors.add("run.dir", rule, "use another run.dir, or repair the file")
         return errors
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
-    for name, (ours, theirs) in difference(expand_preset(job), expand_preset(old)).items():
+    if old.lora.path:  # imported adapters, and changes of the lengths of quantized rows
+        kept = ("path", *FIXED_BY_ADAPTER, *(["quantize"] if old.lora.dora else []))
+        fixed = (*fixed, *(f"lora.{name}" for name in kept))
+    changes = difference(expand_preset(job), expand_preset(old))
+    if "lora.path" in changes:  # then other keys of the section may only follow from it
+        changes = {k: v for k, v in changes.items() if k == "lora.path" or k[:5] != "lora."}
+    for name, (ours, theirs) in changes.items():
         is_same = name == "model.path" and "" in (ours, theirs)  # the other keys decide
         if name == "optim.groups":  # AdamW's state of a matrix is not Muon's
             kinds = [

@@ -22,6 +22,7 @@ from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     checkpoint_step,
     list_checkpoints,
+    read_manifest,
     resumed_step,
     run_on_rank_0,
 )
@@ -107,7 +108,8 @@ def resume(
         )
     if base is not None and load_frozen:
         load_frozen_params(base, model_parts)
-    persistent = [path for path in found if path != base]
+    # The base has imported adapters (`weft.tools.peft_import`) if it is its own base.
+    persistent = [path for path in found if path != base or "base" in read_manifest(path)]
     # Without a persistent checkpoint, local ones could be of another model or text.
     run_local_dir = local_run_dir(local_dir, directory) if persistent or resumed else None
     damaged: list[Path] = []
