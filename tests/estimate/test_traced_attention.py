@@ -88,3 +88,23 @@ def test_traced_attention_with_narrow_values_on_a_gpu_has_no_scores() -> None:
     score_bytes = heads * TOKENS**2 * 2
     events = (event for event in trace.op_trace.events if event.location.is_in_block)
     assert max(event.bytes for event in events) < score_bytes / 2
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_trace_counts_the_largest_logits_in_forward_only(window: int) -> None:
+    local = (("model.sliding_window", str(window)), ("model.layer_pattern", "L")) if window else ()
+    recomputed = ("activation_checkpoint.mode", "full")
+    trace = traced(("optim.qk_clip_threshold", "100"), recomputed, *local)
+    flops = attention_flops(trace)["max_attention_logits"]
+    pairs = 2 * min(TOKENS, 2 * window or TOKENS)  # the cost of a causal operator is half of it
+    assert flops == 2 * TOKENS * pairs / 2 * 32 * 2  # a width of 32, two layers
+    calls = [
+        event.call
+        for event in trace.op_trace.events
+        if event.call is not None and event.call.name == "max_attention_logits"
+    ]
+    assert all(call.causal for call in calls)
+    assert len(calls) == 2
+    plain = traced(recomputed, *local)
+    assert "max_attention_logits" not in attention_flops(plain)
+    assert peak_live_bytes(trace) <= 1.01 * peak_live_bytes(plain) + 4096

@@ -1994,6 +1994,42 @@ def check_expert_adapters() -> None:
             run("tools/peft_export.py", exports.check, exports.write_run(kind, home, lora), home)
 
 
+@check("unit: largest attention logits")
+def check_attention_logits() -> None:
+    """Compare the logits with dense scores, and the scaled weights with the formula."""
+    from tests.optim import test_qk_clip as clip
+
+    module, models = "optim/qk_clip.py", [*clip.MODELS.values()]
+    for error, difference, *_ in clip.formula_differences(models, str(store_path())):
+        expect(error < 1e-5, "the largest logits", module)
+        expect(difference < 1e-6, "the scaled weights", module)
+
+
+@check("layout: weights that follow from logits", ranks=2)
+def check_clipped_layouts() -> None:
+    from tests.layouts import parse
+    from tests.optim import test_qk_clip as clip
+
+    for layout in ("pp2", "cp2 cp_method=ulysses", "dp_shard2"):
+        try:
+            clip.check_formula([*clip.GROUPED, *parse(layout)[1]], str(store_path()))
+        except Exception as error:
+            expect(False, f"{layout}: {error}", "optim/qk_clip.py")
+
+
+@check("run: clipped weights")
+def check_clipped_run() -> None:
+    """Check that the second step of a run has smaller logits than the first."""
+    from tests.optim import test_qk_clip as clip
+    from tests.small import records, train_rank
+
+    with tempfile.TemporaryDirectory() as name:
+        threshold = ("optim.qk_clip_threshold", "0.002")
+        train_rank([*clip.FEW_STEPS, ("run.dir", name), threshold], str(store_path()))
+        one, two = (record["max_attention_logit"] for record in records(Path(name)))
+        expect(two < one / 2, f"logits of {two} after {one}", "train/loop.py")
+
+
 @check("unit: sampling")
 def check_sampling() -> None:
     """Compare token probabilities with transformers' logits processors, then check the draw."""

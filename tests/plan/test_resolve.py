@@ -238,3 +238,27 @@ def test_debug_incompatible_keys_are_refused(
         resolve(job(*chosen), CPU)
     assert [error.key for error in caught.value.errors] == [key]
     assert caught.value.errors[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        ([("model.qk_norm", "head")], "a norm of queries and keys undoes"),
+        ([("model.qk_norm", "unit")], "a norm of queries and keys undoes"),
+        ([("lora.rank", "2")], "which LoRA freezes"),
+        ([("model.attention_softcap", "50")], "model.attention_softcap=50 limits logits"),
+        ([("model.attention_softcap", "101")], ""),
+    ],
+)
+def test_qk_clip_without_effect_is_refused(overrides: list[tuple[str, str]], rule: str) -> None:
+    """Logging the logits needs none of this."""
+    resolve(job(*overrides, ("monitor.attention_logits", "true")), CPU)
+    clipped = job(*overrides, ("optim.qk_clip_threshold", "100"))
+    if not rule:
+        resolve(clipped, CPU)
+        return
+    with pytest.raises(InvalidConfig, match=rule) as caught:
+        resolve(clipped, CPU)
+    (error,) = caught.value.errors
+    assert error.key == "optim.qk_clip_threshold"
+    assert error.depends == (overrides[0][0],)

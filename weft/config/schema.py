@@ -360,6 +360,11 @@ class OptimSection(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = key(
         1.0, "global gradient norm above which gradients are clipped; 0: no clipping"
     )
+    qk_clip_threshold: Annotated[float, Field(ge=0)] = key(
+        0.0,
+        "QK-clip: attention logit of a head above which its query and key weights are scaled down "
+        "after the step (Kimi K2: 100); computes the logits once more in forward; 0: off",
+    )
     schedule: Name = key(
         "wsd", "learning-rate schedule after warmup: wsd, cosine, linear, or module:function"
     )
@@ -698,6 +703,9 @@ class MonitorSection(Section):
         "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
     )
     layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
+    attention_logits: bool = key(
+        False, "log the largest attention logit of each layer; computes the logits once more"
+    )
     router_metrics: bool = key(
         False, "log load, entropy and effect of the load-balance bias of each router of experts"
     )

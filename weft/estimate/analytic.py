@@ -240,6 +240,14 @@ class DecoderFormulas:
         )
         return forward, backward
 
+    def logits_work(self) -> Work:
+        """Return the work of measuring the largest attention logit, in forward."""
+        job = self.plan.job
+        if not (job.optim.qk_clip_threshold or job.monitor.attention_logits):
+            return Work()
+        (op,) = self.attention_work()[0].attention  # one of its two products
+        return Work(attention=(op._replace(flops=op.flops / 2, kernel="flash"),), kernels=3)
+
     def _layer_work(self) -> tuple[Work, Work]:
         """Return a layer's forward, and its backward with recomputation."""
         plan, matmuls, kernels = self.plan, self.matmuls(), self.layer_kernels
@@ -266,7 +274,8 @@ class DecoderFormulas:
             kernels,
             collectives[:1],
         )
-        return forward, backward + self.recompute_work(forward, selected, attention)
+        backward += self.recompute_work(forward, selected, attention)
+        return forward + self.logits_work(), backward
 
     def _tp_collectives(self, size: float) -> tuple[Collective, ...]:
         """Return the collectives of a layer's pass, for a sequence of ``size`` bytes."""

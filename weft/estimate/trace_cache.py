@@ -31,6 +31,7 @@ T = TypeVar("T")
 MAX_FILES = 64
 # Keys that do not change what a rank computes in a step.
 UNRELATED = ("run.", "checkpoint.", "monitor.", "resilience.", "launch.", "profile.")
+RELATED = ("monitor.attention_logits",)  # the exceptions
 
 
 def cache_dir() -> Path:
@@ -88,7 +89,8 @@ def _hash(plans: tuple[Plan, ...], others: tuple[object, ...]) -> str:
         values = json.loads(plan.to_json())
         for name in ("run_dir", "warnings", "num_steps"):
             values.pop(name)
-        job = {k: v for k, v in flatten(plan.job).items() if not k.startswith(UNRELATED)}
+        keys = flatten(plan.job).items()
+        job = {k: v for k, v in keys if k in RELATED or not k.startswith(UNRELATED)}
         content += [values, job]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

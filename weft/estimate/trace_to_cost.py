@@ -331,7 +331,8 @@ def to_attention(call: OpCall, kernel: AttentionKernel) -> Attention:
     backward = "backward" in call.name
     query, key = call.shapes[1:3] if backward else call.shapes[:2]
     flops = call.flops / (2 if call.causal else 1)
-    kernel = "flash" if call.name.startswith("flex_attention") else kernel
+    uses_flex = call.name.startswith(("flex_attention", "max_attention"))
+    kernel = "flash" if uses_flex else kernel
     return Attention(flops, key[-2], query[-1], backward, kernel)
 
 

@@ -35,6 +35,7 @@ class AttentionOptions(NamedTuple):
         window: tokens that a query sees, itself included; 0: no limit.
         chunk: a query sees no key before its chunk of so many tokens; 0: no chunks.
         sinks_H: a logit per query head in the denominator of the softmax.
+        record_logits: `weft.optim.qk_clip.LogitRecorder`, called with what `attend` computes.
     """
 
     scale: float | None = None
@@ -42,6 +43,7 @@ class AttentionOptions(NamedTuple):
     window: int = 0
     chunk: int = 0
     sinks_H: Tensor | None = None
+    record_logits: Any = None
 
 
 DEFAULT_OPTIONS = AttentionOptions()
@@ -137,7 +139,8 @@ def interval_block_mask(starts_BT: Tensor) -> BlockMask:
     num_partial_B1N, partial_B1NN = count_and_list(first_BN, full_BN)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (key >= starts_BT[batch, query])
+        row: Any = batch if len(starts_BT) > 1 else 0  # one mask of all sequences
+        return (query >= key) & (key >= starts_BT[row, query])
 
     return BlockMask.from_kv_blocks(
         num_partial_B1N + 1,
@@ -180,6 +183,8 @@ def attend(
     is_plain = options.softcap == 0 and options.sinks_H is None
     if mask_B1TT is None and (is_local or (has_flex_attention(q_BTHK) and not is_plain)):
         mask_B1TT = causal_mask(q_BTHK[:, :, 0, 0], options.window, options.chunk)
+    if options.record_logits is not None:
+        options.record_logits(q_BTHK, k_BTGK, mask_B1TT, options)
     q_BHTK, k_BGTK, v_BGTV = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
     if isinstance(mask_B1TT, BlockMask):
         out_BHTV = _attend_flex(q_BHTK, k_BGTK, v_BGTV, mask_B1TT, options)

@@ -18,6 +18,7 @@ sums to rank 0, which broadcasts the first tensor with a NaN or Inf.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -45,13 +46,17 @@ ForwardObserver = Callable[[str, int, Any, Tensor], None]
 
 @contextmanager
 def hook_forward(
-    modules: Mapping[str, nn.Module], batch_sizes: Sequence[int], observe: ForwardObserver
+    modules: Mapping[str, nn.Module],
+    batch_sizes: Sequence[int],
+    observe: ForwardObserver,
+    calls: Counter[str] | None = None,
 ) -> Iterator[None]:
     """Call ``observe`` after each module's forward pass, once per microbatch.
 
-    ``batch_sizes`` are the numbers of sequences of the microbatches, in order.
+    ``batch_sizes`` are the numbers of sequences of the microbatches, in order.  ``calls`` counts
+    the passes; whoever clears it starts again.
     """
-    calls = dict.fromkeys(modules, 0)
+    calls = Counter() if calls is None else calls
 
     def hook(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
@@ -191,6 +196,7 @@ class LayerStats:
         self._params = params
         # For each kind and name: the number of tokens, and sums.
         self._sums: dict[tuple[str, str], list[tuple[int, TensorSums]]] = {}
+        self._calls: Counter[str] = Counter()
         self._file: JsonlFile | None = None  # on rank 0
         self._first_nonfinite: dict[int, str] = {}  # by chosen step
 
@@ -218,10 +224,15 @@ class LayerStats:
 
         ``batch_sizes``: see `hook_forward`.
         """
-        self._sums.clear()  # not empty if the step is computed again
+        self.restart()
         if not self.is_active(step):
             return nullcontext()
-        return hook_forward(self.layers, batch_sizes, self._record_activation)
+        return hook_forward(self.layers, batch_sizes, self._record_activation, self._calls)
+
+    def restart(self) -> None:
+        """Forget what was recorded of a step, which is computed again."""
+        self._sums.clear()
+        self._calls.clear()
 
     def _record_activation(self, name: str, batch_size: int, input_: Any, output: Tensor) -> None:
         value = output[:batch_size]

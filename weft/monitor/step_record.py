@@ -108,6 +108,8 @@ class StepRecord:
     # Of routers: the means of their losses over the layers, which are not part of ``loss``, and
     # each metric of each layer: see `ROUTER_METRICS`.
     router_metrics: dict[str, float] | None = None
+    # Largest attention logit of the step, after scale and softcap: see `weft.optim.qk_clip`.
+    attention_logits: dict[str, float] | None = None
     loss_by_source: dict[str, float] | None = None  # mean of each source since the last record
     eval_loss_by_source: dict[str, float] | None = None  # validation loss of each source
     # Further values of the objective, means since the last record.
@@ -167,7 +169,7 @@ class StepRecord:
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
         for name, prefix in KEY_PREFIXES.items():
             record |= {f"{prefix}/{key}": value for key, value in record.pop(name, {}).items()}
-        record |= record.pop("router_metrics", {})
+        record |= record.pop("router_metrics", {}) | record.pop("attention_logits", {})
         return dict(only_finite(record))
 
 
@@ -207,8 +209,9 @@ TRACKER_NAMES = {
     "loss/": "train/loss/",
     "eval_loss/": "eval/loss/",
     "grad_norm/": "grad_norm/",
-    **{name: f"train/{name}" for name in (*ROUTER_METRICS, "moe_overflows")},
-    **{f"{name}/": f"{name}/" for name in ROUTER_METRICS},
+    "moe_overflows": "train/moe_overflows",
+    **{name: f"train/{name}" for name in (*ROUTER_METRICS, "max_attention_logit")},
+    **{f"{name}/": f"{name}/" for name in (*ROUTER_METRICS, "max_attention_logit")},
 }
 
 

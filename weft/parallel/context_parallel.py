@@ -283,11 +283,14 @@ class BlockwiseAttention(torch.autograd.Function):
         options: AttentionOptions,
     ) -> Tensor:
         """Merge the attention to each block."""
+        record_logits, options = options.record_logits, options._replace(record_logits=None)
         out_BLHK = empty_float32(q_BLHK)
         batch_size, num_local, num_heads, _ = q_BLHK.shape
         lse_BHL = out_BLHK.new_empty(batch_size, num_heads, num_local)
         for source, kv_ESGK in exchange.iter_sources(torch.cat((k_BLGK, v_BLGK))):
             for block in blocks[source]:
+                if record_logits is not None:
+                    record_logits.record_block(q_BLHK, kv_ESGK, block)
                 accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL, compiled, options)
         if sinks_H is not None:  # a key whose value is 0
             sinks_H1 = sinks_H.to(lse_BHL.dtype).unsqueeze(1)
@@ -347,7 +350,8 @@ def attend_blockwise(
     """Compute *ring* or *allgather* attention; see `apply_context_parallel`."""
     is_ring, sinks_H, value_dim = method == "ring", options.sinks_H, v_BLGV.shape[-1]
     scale = options.scale or q_BLHK.shape[-1] ** -0.5
-    options = options._replace(sinks_H=None, scale=scale)
+    record_logits = options.record_logits if torch.is_grad_enabled() else None
+    options = options._replace(sinks_H=None, scale=scale, record_logits=record_logits)
     rank, size = group.rank(), group.size()
     mask = mask or _one_document(q_BLHK.shape[1] * size, rank, size, load_balance, is_ring)
     exchange = RingExchange(group) if is_ring else AllGatherExchange(group, mask.split)

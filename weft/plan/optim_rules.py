@@ -11,6 +11,7 @@ import torch
 from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job
 from weft.models import Family
+from weft.models.decoder_config import DecoderConfig
 from weft.plan.lora_plan import is_target, outer_targets
 from weft.plan.matrices import is_matrix, list_matrices
 
@@ -22,6 +23,7 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
     if optim.state_dtype != "float32" and not is_weft:
         rule = f"is only for adamw and muon, not {optim.name}"
         errors.add("optim.state_dtype", rule, "use float32", ("optim.name",))
+    _check_qk_clip(errors, job, model)
     depends = ("optim.name", "model.kind", "model.num_layers", "lora.rank", "lora.targets")
     names = trainable_names(job, model, family) if optim.groups else {}
     owners = {name: optim.group_of(name) for name in names}
@@ -45,6 +47,30 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
                 rule = f"has no effect: {updates} updates no parameter of {list(group.params)}"
                 rest = f"remove {option}", (key, *depends)
                 errors.add(f"{key}.{option}", rule, *rest, value=value)
+
+
+def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any) -> None:
+    """Check that QK-clip can have an effect, and that attention is weft's."""
+    key, threshold = "optim.qk_clip_threshold", job.optim.qk_clip_threshold
+    if not isinstance(model, DecoderConfig):
+        measures = {key: threshold, "monitor.attention_logits": job.monitor.attention_logits}
+        for name, value in measures.items():
+            if value:
+                rule = f"needs the attention of weft's decoder, which {job.model.full_name} lacks"
+                errors.add(name, rule, "leave it out", ("model.kind",))
+        return
+    if not threshold:
+        return
+    if model.qk_norm != "none":
+        rule = "has no effect: a norm of queries and keys undoes the scale of their weights"
+        errors.add(key, rule, "use 0, or model.qk_norm=none", ("model.qk_norm",))
+    if job.lora.rank:
+        rule = "cannot scale the weights of queries and keys, which LoRA freezes"
+        errors.add(key, rule, "use 0, or lora.rank=0", ("lora.rank",))
+    if 0 < model.attention_softcap <= threshold:
+        rule = f"has no effect: model.attention_softcap={model.attention_softcap:g} limits logits"
+        remedy = f"use less than {model.attention_softcap:g}"
+        errors.add(key, rule, remedy, ("model.attention_softcap",))
 
 
 def trainable_names(job: Job, model: Any, family: Family) -> dict[str, bool]:

@@ -212,6 +212,9 @@ class _Training:
             noise.perturb_optimizer_states(built.optimizer)
         built.train_step.balance.reduce_loads()
         built.train_step.balance.step()
+        if built.qk_clip is not None:
+            built.qk_clip.reduce()
+            built.qk_clip.step()
         built.optimizer.zero_grad()
         updates = self.tensors.compare_updates(f"params {step}", self._state)
         return StepMeasurement(loss.item(), norm.item(), sums, gradients, updates)

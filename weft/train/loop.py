@@ -159,6 +159,8 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
     sums = [loss, train_step.loss_by_source, train_step.metrics, *train_step.balance.reduce_loads()]
     grads = (param.grad for param in run.params)
     run.replicas.sum(tensor for tensor in chain(sums, grads) if tensor is not None)  # in place
+    if run.built.qk_clip is not None:
+        run.built.qk_clip.reduce(run.replicas.sum, run.replicas.index, run.replicas.count)
     with span("gradient norm"):
         norms = compute_grad_norm(run.params, run.built.pp_group)
     return reduce_result(loss, *norms)
@@ -177,6 +179,8 @@ def optimizer_step(
             is_bad = ~result.loss_and_norm.isfinite().all()  # the host does not know it yet
             masked_step(optimizer, is_bad, clip_scale(result.grad_norm, optim.max_grad_norm))
             run.built.train_step.balance.step(is_bad)
+            if run.built.qk_clip is not None:
+                run.built.qk_clip.step(is_bad)
         run.metrics.add_step()
     zero_grad(run)
     run.layer_stats.record_parameters(step)

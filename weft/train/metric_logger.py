@@ -113,6 +113,7 @@ class MetricLogger:
         self._plan = plan = built.plan
         self._rank, self._timer, self._events, self._console = rank, timer, events, console
         self._layer_stats, self._train_step = layer_stats, built.train_step
+        self._qk_clip = built.qk_clip
         self._path = plan.run_path / "metrics.jsonl"
         self._coordinates = built.mesh.coordinates["pp"], built.mesh.coordinates["cp"]
         self._layer_grad_norms: LayerGradNorms | None = None
@@ -222,8 +223,10 @@ class MetricLogger:
         fault_point("record")
         flush_spans()
         probe = Probe(device) if device.type == "cuda" else None
-        (loss, grad_norm), routers, layer_norms, source_means, metric_means = detector.wait(
+        no_logits = self._routers.new_empty(0)
+        (loss, grad_norm), logits, routers, layer_norms, source_means, metric_means = detector.wait(
             loss_and_norm,
+            self._qk_clip.max_logits() if self._qk_clip is not None else no_logits,
             self._routers.flatten(),
             self._layer_norms,
             self._sources.take_means(),
@@ -269,6 +272,7 @@ class MetricLogger:
             ranks=rank_stats(table),
             **router_fields(layers, routers, plan.job.monitor.router_metrics),
             moe_overflows=overflow.take_count() if overflow else None,
+            attention_logits=self._qk_clip.metrics(logits) if self._qk_clip is not None else None,
             layer_grad_norms=dict(zip(layer_names, layer_norms, strict=True)) or None,
             loss_by_source=self._sources.by_name(source_means),
             metrics=self._metrics.by_name(metric_means),

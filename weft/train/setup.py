@@ -169,6 +169,7 @@ class Built(NamedTuple):
     train_step: TrainStep
     optimizer: Optimizer
     lr_decay: Decay  # of the learning rate, by ``optim.schedule``
+    qk_clip: Any = None  # `weft.optim.qk_clip.QKClip`, if it is enabled
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
@@ -219,7 +220,11 @@ def build(plan: Plan, rank: Rank) -> Built:
     )
     train_step = TrainStep(model_parts, family, plan, mesh, rank.device)
     decay = lookup(job.optim.schedule, SCHEDULES)
-    return Built(plan, model_parts, mesh, train_step, optimizer, decay)
+    qk_clip: Any = None
+    if job.optim.qk_clip_threshold or job.monitor.attention_logits:
+        qk_clip = lookup("weft.optim.qk_clip:QKClip", {})(plan, model_parts, mesh, rank.device)
+        train_step.on_restart.append(qk_clip.restart)
+    return Built(plan, model_parts, mesh, train_step, optimizer, decay, qk_clip)
 
 
 def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
@@ -244,4 +249,7 @@ def open_layer_stats(built: Built) -> LayerStats:
     ]
     path = plan.run_path / "statistics.jsonl"
     params = dict(trainable_parameters(model_parts))
-    return LayerStats(plan.job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)
+    steps = plan.job.debug.layer_stats_steps
+    stats = LayerStats(steps, path, layers, params, plan.tokens_per_step)
+    built.train_step.on_restart.append(stats.restart)
+    return stats

@@ -137,6 +137,7 @@ class TrainStep:
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
         find_overflow: Any = lookup("weft.parallel.expert_dispatch:find_overflow", {})
         self.overflow = find_overflow(model_parts, plan.ep, job.parallel, device)
+        self.on_restart: list[Callable[[], object]] = []  # called if the buffers were too small
 
     @property
     def _stages(self) -> list[int]:
@@ -196,6 +197,8 @@ class TrainStep:
         if self.overflow is not None and self.overflow.occurred():
             for part in self.model_parts:
                 part.zero_grad()
+            for restart in self.on_restart:
+                restart()
             with self.overflow.exact_sizes():
                 losses = self._compute_gradients(microbatches, sequences)
         if self.plan.world_size_invariant and losses:

@@ -18,6 +18,7 @@ MAX_ROWS = 320  # tensors; more are not readable
 # Heading and unit of each metric of layers, by the prefix of its columns.
 LAYER_METRICS = {
     "grad_norm/": ("Gradient norm by layer", "before clipping"),
+    "max_attention_logit/": ("Largest attention logit by layer", "of all heads"),
     "moe_max_load/": ("Load of the most loaded expert by layer", "times the mean"),
     "router_aux_loss/": ("Load-balance loss by layer", "1: equal loads"),
     "router_z_loss/": ("Router z-loss by layer", "mean square of the logsumexp of the logits"),

@@ -38,6 +38,7 @@ CHARTS = {
         "moe_max_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
         "router_aux_loss": ("Load-balance loss of routers", "mean of the layers; 1: equal loads"),
         "router_z_loss": ("Z-loss of routers", "mean of the layers"),
+        "max_attention_logit": ("Largest attention logit", "of all layers and heads"),
     },
     "Speed": {
         "speed": ("Throughput", "tokens per second"),
@@ -86,6 +87,7 @@ CURVES = [
     *(("time_breakdown", f"time_breakdown.{kind}", kind, "") for kind in KINDS),
     ("data_seconds", "data_seconds", "", ""),
     *((name, name, "", "") for name in ("moe_max_load", "router_aux_loss", "router_z_loss")),
+    ("max_attention_logit", "max_attention_logit", "", ""),
     ("system_gpu", "system.gpu_percent", "mean", ""),
     ("system_gpu", "system.gpu_percent_min", "least busy GPU", ""),
     ("system_gpu_memory", "system.gpu_memory_gib", "", "exact"),
