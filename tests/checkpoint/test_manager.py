@@ -34,7 +34,7 @@ JOB = [("run.dir", "/nonexistent")]
 def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
     """Return model parts and optimizer after a step with gradients ``value``."""
     job = small_job(*JOB, *overrides)
-    _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
+    _, parts, _, _, optimizer, *_ = build(plan_here(job), this_rank())
     for _, param in trainable_parameters(parts):
         param.grad = torch.full_like(param.data, value)
     optimizer.step()
@@ -62,7 +62,7 @@ def save_once(directory: str, step: int, value: float, keep: int = 2) -> dict[st
 
 def load_newest(directory: str) -> dict[str, torch.Tensor]:
     job = small_job(*JOB)
-    _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
+    _, parts, _, _, optimizer, *_ = build(plan_here(job), this_rank())
     load_checkpoint(list_checkpoints(Path(directory))[-1], parts, optimizer)
     return full_state(parts, optimizer)
 
@@ -184,7 +184,7 @@ def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
 def load_damaged(directory: str) -> str:
     (path,) = list_checkpoints(Path(directory))
     job = small_job(*JOB, ("model.dim", "64"))
-    _, parts, _, _, optimizer, _ = build(plan_here(job), this_rank())
+    _, parts, _, _, optimizer, *_ = build(plan_here(job), this_rank())
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path, parts, optimizer)
     return str(caught.value)

@@ -442,7 +442,7 @@ FEW_STEPS: Overrides = [
 
 
 def test_run_clips_and_records(tmp_path: Path, store_path: Path) -> None:
-    """Of two pipeline stages, the record has all layers."""
+    """The record has the layers of both pipeline stages."""
     first = {}
     for threshold in ("0", "0.002"):
         directory = tmp_path / threshold

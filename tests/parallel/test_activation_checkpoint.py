@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 from tests.harness import run_ranks
 from tests.layouts import parse, size
 from tests.parallel.test_layouts import MODEL
-from tests.small import Overrides, gradients
+from tests.small import Overrides, gradients, loader_of, plan_here, small_job, this_rank
 from weft.config.schema import ActivationCheckpointSection
 from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
 from weft.parallel import activation_offload as offload
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
+from weft.train.setup import build
 
 MODES: dict[str, Overrides] = {
     "full": [("activation_checkpoint.mode", "full")],
@@ -107,6 +108,43 @@ def check_bits(layout: str, modes: tuple[str, ...], store: Path) -> None:
     job = [*MODEL, *size(layout), *overrides]
     for result in run_ranks(find_differing, ranks, job, str(store), modes, timeout=300):
         assert result == {name: [] for name in modes}
+
+
+EXPERTS: Overrides = [
+    *(("model.kind", "moe"), ("model.preset", "toy-moe"), ("model.num_layers", "3")),
+    *(("model.dense_layers", "1"), ("parallel.tp", "2"), ("parallel.etp", "1")),
+    *(("parallel.ep", "2"), ("model.num_experts", "6"), ("model.active_experts", "3")),
+    ("model.expert_dim", "3"),
+    *(("train.seq_len", "8"), ("activation_checkpoint.mode", "budget")),
+]
+
+
+def budget_choices(shares: list[str], store: str) -> list[list[set[tuple[str, int]]]]:
+    """Return what each block saves, for each budget."""
+    results = []
+    for share in shares:
+        job = small_job(*EXPERTS, ("activation_checkpoint.memory_budget", share))
+        plan = plan_here(job)
+        built = build(plan, this_rank())
+        loader = loader_of(job, plan, store, built.mesh)
+        built.train_step.forward_backward(loader.get_microbatches(0))
+        blocks = plan.family.blocks(built.model_parts[0])
+        results.append([vars(block)["memory_budget"]._saved for block in blocks])
+    return results
+
+
+def test_budget_saves_the_same_collectives_on_all_ranks(store_path: Path) -> None:
+    """Else a rank waits for one that the others do not repeat: their numbers of rows differ."""
+    shares = ["0", "0.02", "0.05", "0.1", "0.3", "0.5", "0.7"]
+    ours, theirs = run_ranks(budget_choices, 2, shares, str(store_path))
+    assert ours != theirs
+    for blocks, others in zip(ours, theirs, strict=True):
+        for saved, other in zip(blocks, others, strict=True):
+            both = [{key for key in keys if "c10d" in key[0]} for keys in (saved, other)]
+            assert both[0] == both[1]
+        assert blocks[1] is not blocks[0]
+    exchanges = [sum(key[0].endswith("all_to_all_single") for key in blocks[1]) for blocks in ours]
+    assert exchanges == [0, *[3] * 6]  # counts, rows and results
 
 
 # --------------------------------------------------------------------------- memory

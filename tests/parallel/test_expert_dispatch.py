@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from tests.harness import run_ranks
 from tests.layouts import check_many, group_by_ranks, parse
 from tests.parallel.test_expert_parallel import MODEL, TOLERANCE, step_results
-from tests.small import Overrides
+from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import ParallelSection
@@ -39,6 +39,7 @@ from weft.parallel.expert_dispatch import (
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
+from weft.train.setup import build, open_layer_stats
 from weft.train.step import TrainStep
 
 
@@ -94,6 +95,7 @@ BITS = {
     f"dp_shard2 ep=2 {FLOAT8} precision.float8=tensorwise": (PADDED,),
     f"dp_shard2 ep=2 {FLOAT8} precision.float8=mxfp8": (PADDED,),
     f"dp_shard2 ep=2 {BFLOAT16} lora.rank=8": DISPATCHES,
+    f"dp_shard2 ep=2 {BFLOAT16} lora.rank=8 lora.dora=true lora.dropout=0.2": DISPATCHES,
     f"dp_shard2 ep=2 {BFLOAT16} lora.rank=8 lora.quantize=nf4 {WIDE}": (PADDED,),
     f"dp_shard2 ep=2 {BFLOAT16} train.world_size_invariant=true": DISPATCHES,
     f"dp_shard2 tp2 ep=2 {BFLOAT16} activation_checkpoint.mode=full": DISPATCHES,
@@ -146,6 +148,39 @@ def test_dispatch_with_other_techniques_has_the_bits_of_alltoall(
     check_bits(layout, BITS[layout], store_path)
 
 
+def records_of_a_step(job: Overrides, store: str) -> tuple[int, Tensor, dict[str, Any]]:
+    """Return the overflows of a step, and what is recorded of its forward pass."""
+    plan = plan_here(small_job(*job))
+    built = build(plan, this_rank())
+    batches = loader_of(plan.job, plan, store, built.mesh).get_microbatches(0)
+    stats = open_layer_stats(built)
+    with stats.record_forward(1, [len(batch.tokens_BT) for batch in batches]):
+        built.train_step.forward_backward(batches)
+    built.qk_clip.reduce()
+    overflow = built.train_step.overflow
+    count = overflow.take_count() if overflow is not None else 0
+    sums = {f"{kind} {name}": entries for (kind, name), entries in stats._sums.items()}
+    return count, built.qk_clip.logits_LH, sums
+
+
+def records_of_steps(jobs: Sequence[Overrides], store: str) -> list[Any]:
+    return [records_of_a_step(job, store) for job in jobs]
+
+
+def test_records_of_a_step_that_starts_again_are_of_its_last_pass(store_path: Path) -> None:
+    ranks, overrides = parse(f"{BIASES} monitor.attention_logits=true debug.layer_stats_steps=1")
+    padded = parse("ep_dispatch=padded ep_capacity_factor=1")[1]
+    jobs = [[*MODEL, *overrides, *extra] for extra in ([], padded)]
+    for expected, found in run_ranks(records_of_steps, ranks, jobs, str(store_path)):
+        assert (expected[0], found[0]) == (0, 1)
+        assert torch.equal(found[1], expected[1])
+        assert found[2].keys() == expected[2].keys() != set()
+        for name, entries in expected[2].items():
+            for (tokens, (count, sums)), entry in zip(entries, found[2][name], strict=True):
+                assert (tokens, count) == (entry[0], entry[1][0])
+                assert torch.equal(sums, entry[1][1]), name
+
+
 # --------------------------------------------------------------------------- order and waits
 
 CONFIG = DecoderConfig(dim=16, num_experts=8, active_experts=2, expert_dim=8)
@@ -167,14 +202,19 @@ def local_experts(rank: int, size: int) -> Experts:
 
 
 def apply_experts(
-    dispatch: Any, num_chunks: int, num_rows: int = 12, forward: Any = None
+    dispatch: Any,
+    num_chunks: int,
+    num_rows: int = 12,
+    forward: Any = None,
+    keys: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Return outputs of this rank's rows, and gradients of rows and weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     experts = local_experts(rank, size)
     rows_RD, counts_E = random_rows(num_rows, torch.Generator().manual_seed(rank))
     rows_RD.requires_grad_()
-    out_RD = apply_in_chunks(forward or experts.forward, dispatch, num_chunks, rows_RD, counts_E)
+    forward = forward or experts.forward
+    out_RD = apply_in_chunks(forward, dispatch, num_chunks, rows_RD, counts_E, *keys)
     (out_RD * torch.arange(1, CONFIG.dim + 1)).sum().backward()
     assert rows_RD.grad is not None
     return [
@@ -182,6 +222,22 @@ def apply_experts(
         rows_RD.grad,
         *(p.grad for p in experts.parameters() if p.grad is not None),
     ]
+
+
+def apply_experts_with_keys(dispatch: Any, num_chunks: int) -> list[Tensor]:
+    """Return outputs and gradients of rows times their keys, and the expected ones."""
+    keys = [torch.randint(-(2**31), 2**31, (12,), dtype=torch.int32) for _ in range(2)]
+
+    def forward(rows_QD: Tensor, counts_L: Tensor, *keys_Q: Tensor) -> Tensor:
+        for key_Q in keys_Q:
+            rows_QD = rows_QD * (key_Q % 1009).unsqueeze(1)
+        return rows_QD
+
+    torch.manual_seed(dist.get_rank())
+    out_RD, grad_RD = apply_experts(dispatch, num_chunks, 12, forward, keys)
+    factors_R1 = (keys[0] % 1009 * (keys[1] % 1009)).unsqueeze(1)
+    rows_RD, _ = random_rows(12, torch.Generator().manual_seed(dist.get_rank()))
+    return [out_RD, rows_RD * factors_R1, grad_RD, torch.arange(1, CONFIG.dim + 1) * factors_R1]
 
 
 def events_of_chunks(num_chunks: int, is_padded: bool) -> list[str]:
@@ -254,7 +310,8 @@ class Buffer:
     """The documented calls of ``deep_ep.Buffer``, on gloo, with rows for one expert each."""
 
     def __init__(self, group: Any, nvlink_bytes: int, rdma_bytes: int) -> None:
-        assert (nvlink_bytes, rdma_bytes) == (2 * 4 * CONFIG.dim, 3 * 4 * CONFIG.dim)
+        widths = CONFIG.dim, CONFIG.dim + 8  # with two keys
+        assert (nvlink_bytes, rdma_bytes) in [(2 * 4 * width, 3 * 4 * width) for width in widths]
         self.size = dist.get_world_size(group)
 
     @staticmethod
@@ -319,6 +376,11 @@ def unit_results() -> dict[str, Any]:
             "chunks": apply_experts(AllToAll(world, in_chunks), 2),
             "padded chunks": apply_experts(PaddedAllToAll(world, in_chunks), 2),
         },
+        "keys": {
+            "alltoall": apply_experts_with_keys(AllToAll(world, section), 1),
+            "deepep": apply_experts_with_keys(DeepEP(world, section), 1),
+            "padded chunks": apply_experts_with_keys(PaddedAllToAll(world, in_chunks), 2),
+        },
         "events": {
             (chunks, padded): events_of_chunks(chunks, padded)
             for chunks, padded in ((1, False), (2, False), (2, True), (4, False))
@@ -347,6 +409,13 @@ def test_dispatch_outputs_and_gradients_equal_one_device(units: list[dict[str, A
             local = [grad.chunk(2)[rank] for grad in weights if grad is not None]
             for value, expected in zip(result[name], [*rows[rank], *local], strict=True):
                 torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_travel_with_their_rows(units: list[dict[str, Any]]) -> None:
+    for result in units:
+        for out_RD, expected, grad_RD, expected_grad in result["keys"].values():
+            torch.testing.assert_close(out_RD, expected)
+            torch.testing.assert_close(grad_RD, expected_grad.to(grad_RD.dtype))
 
 
 # Exchanges are numbered as they start.  In forward, 0 and 1 are the rows of both chunks, and 2 and

@@ -71,7 +71,7 @@ def test_apply_mask_scales_what_it_keeps(
 # --------------------------------------------------------------------------- layouts
 
 OFTEN = [
-    "tp2 activation_checkpoint.mode=full",
+    "tp2 activation_checkpoint.mode=full model.mtp_layers=1",
     "pp2 pipeline.schedule=ZBVZeroBubble",
 ]
 MORE = [

@@ -159,8 +159,8 @@ def test_matmul_seconds_grouped_matmul_costs_one_kernel() -> None:
     subset = matmul_seconds(Matmul(1, 2048, 768, groups=128), device)
     assert subset > 128 * 2 * 2048 * 768 / device.bandwidth
     # Forward pass and weight gradient of 32 rows in 4 groups.
-    assert _grouped_matmul((32, 10), (4, 10, 6), 4) == Matmul(8, 10, 6, groups=4)
-    assert _grouped_matmul((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
+    assert _grouped_matmul((32, 10), (4, 10, 6), 4, 1, "bf16") == Matmul(8, 10, 6, groups=4)
+    assert _grouped_matmul((6, 32), (32, 10), 4, 1, "bf16") == Matmul(6, 8, 10, groups=4)
 
 
 def test_estimate_rank_bytes_gathers_local_experts_only() -> None:

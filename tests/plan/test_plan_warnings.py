@@ -23,9 +23,9 @@ ALWAYS_EFFECTIVE = frozenset(
         "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective eval_interval eval_sequences",
-        "lora": "rank targets quantize dora lr_ratio dropout",
+        "lora": "path rank targets quantize dora lr_ratio dropout",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
-        "warmup_steps groups",
+        "warmup_steps groups qk_clip_threshold",
         "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",
         "precision": "compute_dtype float8",
         "activation_checkpoint": "mode offload",
@@ -33,7 +33,8 @@ ALWAYS_EFFECTIVE = frozenset(
         "checkpoint": "interval async_save dir keep_latest local_dir",
         "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour "
         "lighthouse faults",
-        "monitor": "log_interval trackers layer_grad_norms eval_prompts report spans",
+        "monitor": "log_interval trackers layer_grad_norms eval_prompts report spans "
+        "attention_logits",
         "profile": "steps",
         "debug": "layer_stats_steps deterministic autograd_anomaly",
         "launch": "time_limit image setup options",
@@ -113,6 +114,8 @@ CASES = [
     ("profile.memory=true", "", 1, "profile.steps=5", 1),
     ("monitor.router_metrics=true", "", 1, "model.kind=moe model.preset=toy-moe", 1),
     ("train.mtp_weight=0.1", "", 1, "model.mtp_layers=1", 1),
+    ("pipeline.overlap_exchanges=false", "", 1, "model.kind=moe model.preset=toy-moe parallel.pp=2 "
+     "parallel.dp_shard=2 parallel.ep=2 pipeline.schedule=DualPipeV", 4),
     ("parallel.etp=1", "parallel.tp=2", 2, "model.kind=moe model.preset=toy-moe parallel.tp=2", 2),
 ]
 # fmt: on

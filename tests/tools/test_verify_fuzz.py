@@ -158,7 +158,7 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         **{"parallel.pp": "2", "model.kind": "llama", "model.tied_embeddings": "false"},
         "compile.enable": "false",
     }
-    settings = FuzzSettings(seed=13, ranks=2, steps=1, pinned=pinned, corrupt=fail_in_a_pipeline)
+    settings = FuzzSettings(seed=13, ranks=2, steps=2, pinned=pinned, corrupt=fail_in_a_pipeline)
     log, messages = tmp_path / "log.jsonl", list[str]()
     first = fuzz(2, settings, log, log=messages.append)
     assert (first["crashed"], first["agreed"], first["missing"]) == (2, 0, 0)

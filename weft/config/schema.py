@@ -475,6 +475,7 @@ class ParallelSection(Section):
         """Size of the buffers of experts, relative to balance; 1: exact numbers of tokens."""
         return self.ep_capacity_factor if self.ep_dispatch == "padded" else 1.0
 
+    @property
     def has_whole_experts(self) -> bool:
         """Return True if tensor parallelism does not split experts."""
         return self.etp == 1

@@ -109,6 +109,7 @@ class DecoderFormulas:
 
     dp_overlap: Overlap = "prefetch"  # of weights' gathers and gradients' reductions
     num_up = 2  # matmuls before the feed-forward's activation: gate and up
+    measures_logits = False  # of attention, in forward
 
     def __init__(self, plan: Plan, device: Device) -> None:
         """Read the sizes of a plan that `supports_formulas`."""
@@ -146,6 +147,9 @@ class DecoderFormulas:
         }.get(plan.activation_checkpoint, 0.0)
         self.gradient_bytes = 4 if plan.reduce_dtype == "float32" else 2
         self.state_bytes = 8 + moment_bytes_per_param(plan.job.optim, plan_cost(plan))
+        self.measures_logits = bool(
+            plan.job.optim.qk_clip_threshold or plan.job.monitor.attention_logits
+        )
         accumulates = plan.gradient_sync == "step" and plan.num_microbatches > 1
         self.unsharded_bytes = 4.0 if accumulates and self.zero == 3 else 0.0
         chunk = chunk_tokens(int(self.tokens), int(self.vocab), compiled)
@@ -242,8 +246,7 @@ class DecoderFormulas:
 
     def logits_work(self) -> Work:
         """Return the work of measuring the largest attention logit, in forward."""
-        job = self.plan.job
-        if not (job.optim.qk_clip_threshold or job.monitor.attention_logits):
+        if not self.measures_logits:
             return Work()
         (op,) = self.attention_work()[0].attention  # one of its two products
         return Work(attention=(op._replace(flops=op.flops / 2, kernel="flash"),), kernels=3)

@@ -45,7 +45,7 @@ class DecoderBlock(nn.Module):
             config.norm_position in (position, "both") for position in ("pre", "post")
         )
         self.residual_scale, self.is_parallel = config.residual_scale, config.parallel_block
-        self.is_mtp = layer >= config.num_layers
+        self.kind, self.is_mtp = config.layer_kind(layer), layer >= config.num_layers
         if self.is_mtp:  # with the names of published files
             self.enorm, self.hnorm = (build_norm(config, config.dim) for _ in range(2))
             self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)

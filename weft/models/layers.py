@@ -174,9 +174,14 @@ def linear(
 def add_bias(out: Tensor, bias: Tensor | None, counts_E: Tensor | None = None) -> Tensor:
     """Add a bias ``[F]``; with ``counts_E`` ``[E, F]``, to the rows of each group."""
     if bias is not None and counts_E is not None:
-        counts = torch.cat((counts_E, len(out) - counts_E.sum(0, keepdim=True)))
-        bias = F.pad(bias, (0, 0, 0, 1)).repeat_interleave(counts, dim=0, output_size=len(out))
+        bias = repeat_for_rows(bias, counts_E, len(out))
     return out if bias is None else out + bias.to(out.dtype)
+
+
+def repeat_for_rows(values_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
+    """Return the values of each row's group; zeros for rows after the last group."""
+    counts = torch.cat((counts_E, num_rows - counts_E.sum(0, keepdim=True)))
+    return F.pad(values_EF, (0, 0, 0, 1)).repeat_interleave(counts, dim=0, output_size=num_rows)
 
 
 def weight_gradient(x: Tensor, grad: Tensor, counts_E: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""QK-clip: scale the weights of queries and keys whose attention logits are too large.
+"""QK-clip: scale weights of queries and keys if attention logits are too large.
 
 Attention logits can grow without a limit, with Muon above all, until the softmax is one-hot and the
 loss diverges.  QK-clip (Kimi K2, arXiv:2507.20534, algorithm 1) limits them without changing the
@@ -66,7 +66,7 @@ VALUE_DIM = 16  # of the values that FlexAttention averages in vain; the fewest 
 def largest_products(
     q_BHQK: Tensor, k_BGSK: Tensor, mask_B1QS: Tensor | None, is_causal: bool, first: int | None
 ) -> Tensor:
-    """Return the largest product of a query and a visible key, per query head: float32 ``[H]``.
+    """Return the largest product of each query head with visible keys: ``[H]``.
 
     Args:
         q_BHQK: queries.
@@ -104,7 +104,7 @@ def largest_products(
 
 
 def multiply_exactly(q_NPK: Tensor, k_NSK: Tensor) -> Tensor:
-    """Return the products ``[N, P, S]`` in float32 or wider, as attention computes them."""
+    """Return the products ``[N, P, S]`` in float32 or wider, as in attention."""
     if q_NPK.is_cuda and q_NPK.dtype in (torch.float16, torch.bfloat16):
         products: Tensor = torch.bmm(q_NPK, k_NSK.mT, out_dtype=torch.float32)
         return products
@@ -121,7 +121,7 @@ def max_attention_logits(
     is_causal: bool,
     first: int | None,
 ) -> None:
-    """Raise ``max_H`` to `largest_products`, but not when activations are computed again.
+    """Raise ``max_H`` to `largest_products`, but not in a recomputation.
 
     An operator, because torch.compile traces a call of it without its condition and its loop.
     """
@@ -135,7 +135,7 @@ def _(*args: Any) -> None:
 
 
 @register_flop_formula(torch.ops.weft.max_attention_logits)
-def _flops(
+def _(
     q_BHQK: Sequence[int],
     k_BGSK: Sequence[int],
     max_H: Sequence[int],
@@ -176,7 +176,7 @@ class LogitRecorder:
     def __call__(
         self, q_BTHK: Tensor, k_BTGK: Tensor, mask: Mask, options: AttentionOptions
     ) -> None:
-        """Record the attention of all queries to all keys; see `weft.models.attention.attend`."""
+        """Record attention of all queries to all keys: `weft.models.attention.attend`."""
         if not torch.is_grad_enabled():  # an evaluation
             return
         if not torch.compiler.is_compiling() and is_in_backward():
@@ -192,7 +192,7 @@ class LogitRecorder:
             max_attention_logits(q_BHTK, k_BGTK, self.max_H, None, True, first)
 
     def record_block(self, q_BLHK: Tensor, kv_ESGK: Tensor, block: AttentionBlock) -> None:
-        """Record a block of `weft.parallel.block_attention`, as `accumulate_block` computes it."""
+        """Record a block, as `weft.parallel.block_attention` computes it."""
         if not is_in_backward():
             k_BSGK = kv_ESGK.chunk(2)[0][block.sequence, block.keys]
             q_BHQK = q_BLHK[block.sequence, block.queries].transpose(1, 2)
@@ -344,7 +344,7 @@ class QKClip:
         replica: int = 0,
         num_replicas: int = 1,
     ) -> None:
-        """Set ``logits_LH`` to the maxima since the last call, over all ranks; a collective.
+        """Set ``logits_LH`` to the maxima of the step over all ranks; a collective.
 
         Args:
             sum_over_replicas: sums tensors in place over the replica groups.

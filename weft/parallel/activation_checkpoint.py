@@ -9,6 +9,9 @@ all give bitwise equal gradients, because recomputation repeats the same operato
                 of collectives, and all matmuls but every n-th
     budget      also save what avoids most work per byte, up to a share of the bytes of ``none``
 
+If experts exchange tokens, *budget* saves the results of the same collectives as *selective*.  The
+ranks have different numbers of tokens, but must repeat the same collectives.
+
 ``every_n_layers = n`` applies the mode to every n-th block only.  Offload is a separate option: see
 `weft.parallel.activation_offload`.
 
@@ -84,22 +87,25 @@ def apply_activation_checkpoint(
             return
     if section.mode == "none" or (section.mode == "budget" and section.memory_budget == 1):
         return
-    trace_first_call: Any = None
+    budgets: dict[Any, MemoryBudget] = {}  # by kind of block
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout
     if section.mode == "selective":
         policy = partial(_should_save, section.recompute_every_n_matmuls)
         options["context_fn"] = partial(_selective_contexts, policy)
     elif section.mode == "budget":
-        budget = MemoryBudget(section.memory_budget)
-        options["context_fn"] = partial(_selective_contexts, budget.should_save)
-        trace_first_call = budget.trace_first_call
+        for block in blocks:
+            budget = budgets.setdefault(_block_kind(block), MemoryBudget(section.memory_budget))
+            vars(block)["memory_budget"] = budget
 
     # One function for all blocks, so that the compiler sees that they are alike, and compiles once.
     def forward(self: Any, *args: Any) -> Any:
         original = type(self).forward
-        if trace_first_call is not None and (traced := trace_first_call(original, self, args)):
+        if not budgets:
+            return checkpoint(original, self, *args, **options)
+        if traced := self.memory_budget.trace_first_call(original, self, args):
             return traced[0]
-        return checkpoint(original, self, *args, **options)
+        contexts = partial(_selective_contexts, self.memory_budget.should_save)
+        return checkpoint(original, self, *args, context_fn=contexts, **options)
 
     for block in blocks[:: section.every_n_layers]:
         if compiled_forward := vars(block).get("forward"):
@@ -108,12 +114,19 @@ def apply_activation_checkpoint(
             block.forward = MethodType(forward, block)
 
 
+def _block_kind(block: nn.Module) -> object:
+    """Return a key that is equal for blocks that call the same operators."""
+    return getattr(block, "kind", None), tuple(name for name, _ in block.named_parameters())
+
+
 def _should_save(every_n_matmuls: int, name: str, call: int) -> bool:
     if name.startswith(MATMULS):
         return every_n_matmuls == 0 or (call + 1) % every_n_matmuls != 0
-    return name.startswith(ATTENTION) or (
-        name.startswith(COLLECTIVES) and not name.endswith(GATHERS)
-    )
+    return name.startswith(ATTENTION) or _is_reduction(name)
+
+
+def _is_reduction(name: str) -> bool:
+    return name.startswith(COLLECTIVES) and not name.endswith(GATHERS)
 
 
 def _selective_contexts(
@@ -150,9 +163,9 @@ class _OpCost(NamedTuple):
 
 
 class MemoryBudget:
-    """A `SavePolicy` that is chosen from the first call of the first block.
+    """A `SavePolicy` that is chosen from the first call of the first block of a kind.
 
-    All blocks are alike.  Unsaved results are recomputed from saved ones, so saving a result avoids
+    Unsaved results are recomputed from saved ones, so saving a result avoids
     exactly the work of its operator: a knapsack, filled greedily by work per byte.
     """
 
@@ -183,8 +196,15 @@ class MemoryBudget:
         with hooks, _OpTracer() as tracer:
             out = forward(block, *args)
         budget = self._share * sum(saved_bytes.values())
+        ops = sorted(tracer.ops.values(), key=lambda op: op.bytes / max(op.work, 1))
         self._saved = set()
-        for op in sorted(tracer.ops.values(), key=lambda op: op.bytes / max(op.work, 1)):
+        if any(op.key[0].endswith("all_to_all_single") for op in ops):
+            for op in ops if self._share else ():
+                if _is_reduction(op.key[0]):
+                    budget -= op.bytes
+                    self._saved.add(op.key)
+            ops = [op for op in ops if not op.key[0].startswith(COLLECTIVES)]
+        for op in ops:
             if op.bytes <= budget:
                 budget -= op.bytes
                 self._saved.add(op.key)

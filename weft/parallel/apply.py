@@ -84,9 +84,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
-    sharding = family.sharding
-    if plan.lora_rank:
-        sharding = _add_adapters(model, blocks, plan, float8_names, sharding)
+    sharding = _add_adapters(model, blocks, plan, float8_names, family.sharding)
 
     # Tensor, expert and context parallelism change single operators: their weights and their
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
@@ -96,7 +94,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
-    _add_dropout(model, blocks, plan)
+    _add_dropout(model, blocks, plan, mesh)
     if mesh.cp_group is not None:
         apply_context_parallel(
             model,
@@ -159,15 +157,18 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
         ComputeCopies(model, getattr(torch, plan.compute_dtype), excluded)
 
 
-def _add_adapters(*args: Any) -> Any:
-    add: Any = lookup("weft.parallel.lora:add_adapters", {})
-    return add(*args)
+def _add_adapters(
+    model: nn.Module, blocks: list[nn.Module], plan: Plan, float8_names: list[str], sharding: Any
+) -> Any:
+    """Apply LoRA, if there are adapters; return the extended table ``sharding``."""
+    add: Any = lookup("weft.parallel.lora:add_adapters", {}) if plan.lora_rank else None
+    return add(model, blocks, plan, float8_names, sharding) if add else sharding
 
 
-def _add_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan) -> None:
+def _add_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
     if probability := plan.job.lora.dropout:
         add: Any = lookup("weft.parallel.lora_dropout:add_lora_dropout", {})
-        add(model, blocks, probability, plan)
+        add(model, blocks, probability, plan, mesh.coordinates["tp"])
 
 
 def _shard_tensors(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.config.schema import LoraSection
-from weft.models.layers import add_bias
+from weft.models.layers import add_bias, repeat_for_rows
 from weft.models.moe import ExpertLinear
 from weft.parallel.collectives import sum_over_ranks
 from weft.parallel.lora import FrozenLinear, LoraExpertLinear, LoraLayer, LoraLinear
@@ -68,7 +68,7 @@ class DoraLayer(LoraLayer):
         out = self.linear(x, self.weight, None, *rows) + self.adapter_output(x, *counts)
         scale = self._scale().to(x.dtype)
         for counts_E in rows:
-            scale = scale.repeat_interleave(counts_E, dim=0, output_size=len(out))
+            scale = repeat_for_rows(scale, counts_E, len(out))
         return add_bias(out * scale, self.bias, *rows)
 
     def merged_weight(self) -> Tensor:

@@ -107,11 +107,11 @@ def apply_in_chunks(
 ) -> Tensor:
     """Apply the group's experts to this rank's rows; see `Experts.forward`.
 
-    Keys are int64.  Their bits are more columns of the rows, so that every dispatcher sends them.
+    Keys are int32.  Their bits are more columns of the rows, so that every dispatcher sends them.
     """
     dim = rows_RD.shape[1]
-    # Each key twice, because DeepEP sends 16 bytes at a time.
-    columns = [key_R.unsqueeze(1).repeat(1, 2).view(rows_RD.dtype) for key_R in keys_R]
+    # Each key four times, because DeepEP sends 16 bytes at a time.
+    columns = [key_R.unsqueeze(1).repeat(1, 4).view(rows_RD.dtype) for key_R in keys_R]
     dispatch = dispatcher(torch.cat((rows_RD, *columns), dim=1) if columns else rows_RD, counts_E)
     try:
         dispatch.start(0)
@@ -130,9 +130,8 @@ def _split_columns(rows_QD: Tensor, dim: int, num_keys: int) -> list[Tensor]:
     """Return rows and keys; see `apply_in_chunks`."""
     if not num_keys:
         return [rows_QD]
-    rows_QD, bits_QK = rows_QD.split([dim, rows_QD.shape[1] - dim], dim=1)
-    keys_QK = bits_QK.detach().contiguous().view(torch.int64)
-    return [rows_QD.contiguous(), *keys_QK[:, ::2].unbind(1)]
+    keys_QK = rows_QD[:, dim:].detach().contiguous().view(torch.int32)
+    return [rows_QD[:, :dim].contiguous(), *keys_QK[:, ::4].unbind(1)]
 
 
 class AllToAll:

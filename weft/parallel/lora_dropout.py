@@ -62,7 +62,7 @@ class _TokenKeys:
     set_by_blocks = True
 
     def for_experts(self) -> list[Tensor]:
-        """Return the numbers of the tokens, ``[B, T]``, if there are any: `MoE.token_keys`."""
+        """Return the numbers of the tokens, if there are any: `MoE.token_keys`."""
         return [] if self.value is None else [self.value]
 
 
@@ -79,11 +79,11 @@ class DropoutBlock:
 
 
 def add_lora_dropout(
-    model: nn.Module, blocks: Sequence[nn.Module], probability: float, plan: Plan
+    model: nn.Module, blocks: Sequence[nn.Module], probability: float, plan: Plan, tp_rank: int
 ) -> None:
     """Apply dropout as planned: see `apply_lora_dropout`."""
     one_graph = plan.is_compiled and not plan.has_graph_breaks
-    apply_lora_dropout(model, blocks, probability, plan.seed, one_graph)
+    apply_lora_dropout(model, blocks, probability, plan.seed, one_graph, tp_rank)
 
 
 def apply_lora_dropout(
@@ -92,6 +92,7 @@ def apply_lora_dropout(
     probability: float,
     seed: int,
     compiled_blocks: bool = False,
+    tp_rank: int = 0,
 ) -> None:
     """Drop inputs of adapters in training, in place; after tensor parallelism.
 
@@ -101,6 +102,7 @@ def apply_lora_dropout(
         probability: fraction of the elements that are dropped.
         seed: the run's seed.
         compiled_blocks: each block is compiled to one graph.
+        tp_rank: index among the tensor-parallel ranks.
     """
     token_keys = _TokenKeys()
     token_keys.set_by_blocks = not compiled_blocks
@@ -111,8 +113,9 @@ def apply_lora_dropout(
         has_adapter = isinstance(module, LoraLayer) and module.lora_A is not None
         if has_adapter and module in in_blocks:
             stream = mix_int((seed << 32) ^ zlib.crc32(name.encode()) ^ 1)
+            inputs, device = _local_inputs(module), module.weight.device
             module.dropout = AdapterDropout(
-                token_keys, probability, stream, _local_inputs(module), module.weight.device
+                token_keys, probability, stream, inputs, device, tp_rank
             )
 
     def read_ids(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -155,6 +158,8 @@ class AdapterDropout(nn.Module):
         stream: of the layer.
         inputs: see `_local_inputs`.
         device: of the model.
+        tp_rank: index of this rank's slice, if the layer's input is a slice of the sequence
+            (``eh_proj`` of multi-token prediction).
     """
 
     columns_D: Tensor
@@ -166,9 +171,10 @@ class AdapterDropout(nn.Module):
         stream: int,
         inputs: Sequence[range],
         device: torch.device,
+        tp_rank: int = 0,
     ) -> None:
         super().__init__()
-        self.token_keys, self.probability = token_keys, probability
+        self.token_keys, self.probability, self.tp_rank = token_keys, probability, tp_rank
         self.stream, self.inputs = stream, inputs
         self._set_columns(device)
 
@@ -187,10 +193,12 @@ class AdapterDropout(nn.Module):
 
         ``keys_R``: numbers of the rows of experts, ``[R, D]``.
         """
-        keys = self.token_keys.value if keys_R is None else keys_R
-        if keys is None:
+        tokens = self.token_keys.value if keys_R is None else keys_R
+        if tokens is None:
             return x
-        tokens = keys.view(x.shape[:-1])
+        if keys_R is None and tokens.shape[1] > x.shape[1]:
+            start = self.tp_rank * x.shape[1]
+            tokens = tokens[:, start : start + x.shape[1]].contiguous()
         return run_function(_Dropout, x, tokens, self.columns_D, self.probability)
 
 

@@ -311,8 +311,13 @@ class Plan:
     @property
     def overlaps_exchanges(self) -> bool:
         """Return True if a pass computes while another exchanges tokens with experts."""
-        has_pairs = self.schedule_name == "DualPipeV" and self.job.pipeline.overlap_exchanges
-        return has_pairs and self.ep > 1 and self.job.parallel.ep_dispatch in ("alltoall", "padded")
+        return self.can_overlap_exchanges and self.job.pipeline.overlap_exchanges
+
+    @property
+    def can_overlap_exchanges(self) -> bool:
+        """Return True if ``pipeline.overlap_exchanges`` has an effect."""
+        has_turns = self.job.parallel.ep_dispatch in ("alltoall", "padded")
+        return self.schedule_name == "DualPipeV" and self.ep > 1 and has_turns
 
     @property
     def tied_ranks(self) -> tuple[int, int] | None:

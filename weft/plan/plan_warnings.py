@@ -206,11 +206,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "Set parallel.pp above 1 without pipeline.layers_per_stage",
     ),
     "pipeline.overlap_exchanges": EffectRule(
-        lambda plan: (
-            plan.ep > 1
-            and plan.schedule_name == "DualPipeV"
-            and plan.job.parallel.ep_dispatch in ("alltoall", "padded")
-        ),
+        lambda plan: plan.can_overlap_exchanges,
         "only DualPipeV (pipeline.schedule) pairs passes that could overlap the exchange of "
         "experts (parallel.ep above 1), by parallel.ep_dispatch=alltoall or padded",
     ),

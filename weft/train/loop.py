@@ -147,11 +147,7 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
     fault_point("forward_backward")
     zero_grad(run)
     train_step, sizes = run.built.train_step, [len(batch.tokens_BT) for batch in batches]
-    nan_tracer: AbstractContextManager[None] = nullcontext()
-    if run.plan.job.debug.autograd_anomaly:
-        trace: Any = lookup("weft.monitor.autograd_anomaly:trace_backward_nan", {})
-        nan_tracer = trace(run.layer_stats.layers, sizes)
-    with run.layer_stats.record_forward(step, sizes), nan_tracer:
+    with run.layer_stats.record_forward(step, sizes), locate_nan(run, sizes):
         # Counts targets over all replica groups; sums gradients inside this one.
         loss = train_step.forward_backward(batches, run.replicas.sum)
     enter_phase("update")
@@ -164,6 +160,14 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
     with span("gradient norm"):
         norms = compute_grad_norm(run.params, run.built.pp_group)
     return reduce_result(loss, *norms)
+
+
+def locate_nan(run: Run, sizes: Sequence[int]) -> AbstractContextManager[None]:
+    """Return a context that finds the layer of a NaN in backward, if asked to."""
+    if not run.plan.job.debug.autograd_anomaly:
+        return nullcontext()
+    trace: Any = lookup("weft.monitor.autograd_anomaly:trace_backward_nan", {})
+    return trace(run.layer_stats.layers, sizes)  # type: ignore[no-any-return]
 
 
 def optimizer_step(
