@@ -230,6 +230,8 @@ def losses_by_formula(layer: MoE, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     balance = torch.zeros(())
     for e in range(c.num_experts):
         f = c.num_experts / (c.active_experts * tokens) * (chosen_TA == e).sum()
+        if c.router_aux_loss_scope == "global":  # of the step before
+            f = 1 + layer.router.excess_load[e]
         p = sum(scores_E[e] / scores_E.sum() for scores_E in scores_TE) / tokens
         balance = balance + f * p
     z = sum(torch.log(torch.exp(logits_E).sum()) ** 2 for logits_E in logits_TE) / tokens
@@ -241,6 +243,8 @@ ROUTERS: list[dict[str, Any]] = [
     {"score": "sigmoid", "route_scale": 2.5, "shared_experts": 1},
     {"score_selected": True, "active_experts": 3},
     {"scaled_expert_inputs": True, "renormalize": False, "active_experts": 1},
+    {"router_aux_loss_scope": "global"},
+    {"router_aux_loss_scope": "global", "score": "sigmoid", "active_experts": 3},
 ]
 
 
@@ -249,6 +253,8 @@ def test_router_losses_gradients_equal_the_published_formulas(changes: dict[str,
     torch.manual_seed(1)
     layer = MoE(config(**changes, router_aux_loss_coef=0.7, router_z_loss_coef=0.05))
     layer.router.expert_bias.copy_(torch.randn(layer.router.config.num_experts) * 0.05)
+    if "router_aux_loss_scope" in changes:
+        layer.router.excess_load.uniform_(-1, 2)
     x_BTD = torch.randn(3, 7, 32, requires_grad=True)
     weights = torch.randn(3, 7, 32)
     inputs = [x_BTD, *layer.parameters()]

@@ -1528,8 +1528,8 @@ FAULTS: list[Fault] = [
         "experts",
         "biases move the other way",
         "optim/balance.py",
-        "(loads_LE.mean(1, keepdim=True) - loads_LE).sign()",
-        "(loads_LE - loads_LE.mean(1, keepdim=True)).sign()",
+        "(-self._rate * excess_LE.sign())",
+        "(self._rate * excess_LE.sign())",
         EXPERTS,
     ),
     Fault(

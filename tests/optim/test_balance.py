@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +29,9 @@ class OneRank:
         return value
 
 
-def model(rate: float = 0.01) -> tuple[Decoder, ExpertBalancer]:
+def model(
+    rate: float = 0.01, scope: Literal["sequence", "global"] = "sequence"
+) -> tuple[Decoder, ExpertBalancer]:
     torch.manual_seed(0)
     config = DecoderConfig(
         num_layers=3,
@@ -42,6 +46,8 @@ def model(rate: float = 0.01) -> tuple[Decoder, ExpertBalancer]:
         ffn_dim=16,
         vocab_size=64,
         max_seq_len=64,
+        router_aux_loss_coef=0.1,
+        router_aux_loss_scope=scope,
     )
     created = Decoder(config)
     return created, ExpertBalancer([created], moe_layers, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
@@ -54,7 +60,7 @@ TOKENS = torch.arange(64).view(2, 32)
 def test_balance_biases_move_against_the_error_by_the_rate() -> None:
     created, balance = model()
     created(TOKENS)
-    (loads_LE,) = balance.reduce_loads()
+    loads_LE, _ = balance.reduce_loads()
     assert loads_LE.sum(1).tolist() == [128, 128]  # 64 tokens, two experts each
     balance.step()
     for loads_E, layer in zip(loads_LE, moe_layers(created), strict=True):
@@ -63,6 +69,23 @@ def test_balance_biases_move_against_the_error_by_the_rate() -> None:
     worst = balance.layer_metrics()[:, 0].max().item()
     assert worst == pytest.approx(loads_LE.max().item() / 16)
     assert balance.layers == ["layers.1", "layers.2"]
+
+
+def test_balance_loads_of_a_step_are_those_of_the_next_global_loss() -> None:
+    created, balance = model(scope="global")
+    created(TOKENS)
+    loads_LE, _ = balance.reduce_loads()
+    balance.step(torch.tensor(False))
+    for loads_E, layer in zip(loads_LE, moe_layers(created), strict=True):
+        torch.testing.assert_close(1 + layer.router.excess_load, loads_E / 16)
+    before = [layer.router.excess_load.clone() for layer in moe_layers(created)]
+    loads_LE.fill_(1)
+    balance.step(torch.tensor(True))
+    assert all(map(torch.equal, before, [r.router.excess_load for r in moe_layers(created)]))
+    balance.step()
+    assert not any(layer.router.excess_load.any() for layer in moe_layers(created))
+    created.to(torch.bfloat16)
+    assert all(layer.router.excess_load.dtype == torch.float32 for layer in moe_layers(created))
 
 
 def test_balance_bad_step_moves_nothing() -> None:

@@ -220,11 +220,12 @@ def biases(directory: Path) -> dict[str, torch.Tensor]:
 
 
 RATE = ("model.balance_rate", "0.01")
+GLOBAL = ("model.router_aux_loss_scope", "global")
 
 
 def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_path: Path) -> None:
     """Compare five steps on one process with three steps with ep and two without."""
-    subset = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2")]
+    subset = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2"), GLOBAL]
     run(tmp_path / "one", "dp_shard1", 5, store_path, *subset)
     run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *subset)
     saved = biases(tmp_path / "two")

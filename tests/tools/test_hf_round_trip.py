@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.chat import CHATML
+from tests.small import newest_state
 from weft.cli.main import main
 
 VOCABULARY = 288  # rows of the embedding table: more than the tokenizer has tokens
@@ -140,6 +141,26 @@ def test_import_train_and_export_lose_nothing(
     assert ours.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == prompt
     assert ours(prompt).input_ids == known(prompt).input_ids
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_loads_of_a_global_router_loss_are_saved_and_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model("qwen3_moe", tmp_path / "source")
+    (tmp_path / "text.txt").write_text("What is 3? Three. " * 400)
+    loss = ["--model.router_aux_loss_coef", "1", "--model.router_aux_loss_scope", "global"]
+    text = ["--model.path", "source", "--data.path", "text.txt", "--data.text_field", "text"]
+    assert main(["train", "demo", *text, *SHORT, *loss, "--run.dir", "run"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    before, after = (
+        load_file(path / "model.safetensors") for path in (Path("source"), Path("out"))
+    )
+    assert before.keys() == after.keys()
+    loads = [tensor for name, tensor in newest_state(Path("run")).items() if "excess_load" in name]
+    assert loads
+    assert all(excess_E.any() for excess_E in loads)
 
 
 def test_export_dtype_is_that_of_the_import_unless_given(tmp_path: Path) -> None:

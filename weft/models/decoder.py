@@ -329,7 +329,7 @@ INIT: dict[str, Init] = {
     "layers.*.mlp.*up_proj.weight": Init("truncated_normal", 0.02),
     "layers.*.mlp.*down_proj.weight": Init("truncated_normal", 0.02, residual=True),
     "layers.*.mlp.router.weight": Init("truncated_normal", 0.02),
-    "layers.*.mlp.router.expert_bias": Init("zeros"),  # a buffer
+    "layers.*.mlp.router.ex*": Init("zeros"),  # buffers
     "lm_head.weight": Init("truncated_normal", 0.02),
 }
 

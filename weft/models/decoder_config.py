@@ -156,6 +156,11 @@ class DecoderConfig(Section):
     router_aux_loss_coef: NonNegativeFloat = key(
         0.0, "coefficient of each layer's load-balance loss, which is 1 at equal loads; 0: no loss"
     )
+    router_aux_loss_scope: Literal["sequence", "global"] = key(
+        "sequence",
+        "tokens whose loads that loss balances. sequence: of each sequence; global: of the global "
+        "batch, by the loads of the step before",
+    )
     router_z_loss_coef: NonNegativeFloat = key(
         0.0, "coefficient of each layer's router z-loss (ST-MoE); 0: no loss"
     )

@@ -103,6 +103,10 @@ def _check_effect(errors: ConfigErrors, config: DecoderConfig) -> None:
         "expert_limit": experts,
         "router_aux_loss_coef": experts,
         "router_z_loss_coef": experts,
+        "router_aux_loss_scope": (
+            config.router_aux_loss_scope == "sequence" or config.router_aux_loss_coef > 0,
+            "set model.router_aux_loss_coef",
+        ),
     }
     for name, (has_effect, remedy) in requirements.items():
         if getattr(config, name) and not has_effect:

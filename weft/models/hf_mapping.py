@@ -97,9 +97,9 @@ EXPERT_KEYS = (
     *("active_experts", "expert_dim", "shared_experts", "dense_layers", "expert_interval"),
     *("score", "score_selected", "renormalize", "route_scale", "expert_groups", "active_groups"),
     *("scaled_expert_inputs", "router_bias", "expert_biases", "expert_limit"),
-    *("balance_rate", "router_aux_loss_coef", "router_z_loss_coef"),
+    *("balance_rate", "router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef"),
 )
-TRAINING_KEYS = EXPERT_KEYS[-3:]  # do not change what a trained model computes
+TRAINING_KEYS = EXPERT_KEYS[-4:]  # do not change what a trained model computes
 
 
 def get_hf_mapping(family: Family) -> HFMapping:

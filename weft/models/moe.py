@@ -83,12 +83,15 @@ class Router(nn.Module):
 
     Attributes:
         expert_bias: float32 ``[E]``, added to the scores for selection only.
+        excess_load: float32 ``[E]``, load of each expert in the step before, over the mean load,
+            minus 1; only for a load-balance loss of the global batch.
         step: None outside of training.
         sequence_shards: ranks that share each sequence.
         sum_over_shards: sums a tensor over them; None: there are no others.
     """
 
     expert_bias: Tensor
+    excess_load: Tensor
     step: RouterStep | None = None
     sequence_shards = 1
     sum_over_shards: Callable[[Tensor], Tensor] | None = None
@@ -100,6 +103,8 @@ class Router(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear does
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
         self.register_buffer("expert_bias", torch.zeros(config.num_experts))
+        if config.router_aux_loss_scope == "global":
+            self.register_buffer("excess_load", torch.zeros(config.num_experts))
 
     @property
     def has_losses(self) -> bool:
@@ -107,11 +112,12 @@ class Router(nn.Module):
         return self.config.router_aux_loss_coef + self.config.router_z_loss_coef > 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        # Stays float32 under ``model.to(bfloat16)``: its updates are below bfloat16's resolution.
-        fp32_bias = self.expert_bias
+        # Stay float32 under ``model.to(bfloat16)``: updates are below bfloat16's resolution.
+        buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.expert_bias.dtype != torch.float32:
-            self.expert_bias = fp32_bias.to(self.expert_bias.device)
+        for name, buffer in self.named_buffers():
+            if buffer.dtype != torch.float32:
+                setattr(self, name, buffers[name].to(buffer.device))
         return self
 
     def forward(self, x_ND: Tensor, num_sequences: int = 1) -> tuple[Tensor, Tensor]:
@@ -151,10 +157,13 @@ class Router(nn.Module):
         probs_NE = scores_NE / scores_NE.sum(1, keepdim=True)
         chosen_NE = torch.zeros_like(scores_NE).scatter(1, chosen_NA, 1.0)
         unbiased_NA = self._choose(scores_NE.detach())
-        loads_BE = chosen_NE.view(num_sequences, -1, config.num_experts).sum(1)
-        if self.sum_over_shards is not None:
-            loads_BE = self.sum_over_shards(loads_BE)
-        loads_BE = loads_BE * (config.num_experts / config.active_experts / num_tokens)
+        if config.router_aux_loss_scope == "global":
+            loads_BE = 1 + self.excess_load
+        else:
+            loads_BE = chosen_NE.view(num_sequences, -1, config.num_experts).sum(1)
+            if self.sum_over_shards is not None:
+                loads_BE = self.sum_over_shards(loads_BE)
+            loads_BE = loads_BE * (config.num_experts / config.active_experts / num_tokens)
         probs_BE = probs_NE.view(num_sequences, -1, config.num_experts).sum(1)
         balance, z = (loads_BE * probs_BE).sum(), logits_NE.logsumexp(1).square().sum()
         entropy = torch.special.entr(probs_NE.detach()).sum()

@@ -97,14 +97,22 @@ class ExpertBalancer:
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
-        """Move every bias; change nothing if ``skip``, a bool on the device, is true."""
+        """Move every bias, and note the loads.
+
+        Change nothing if ``skip``, a bool on the device, is true.
+        """
         if not self._routers:
             return
         loads_LE = self.loads_LE.double()
-        moves_LE = (self._rate * (loads_LE.mean(1, keepdim=True) - loads_LE).sign()).float()
+        excess_LE = loads_LE / loads_LE.mean(1, keepdim=True).clamp(min=1e-9) - 1
+        moves_LE = (-self._rate * excess_LE.sign()).float()
         if skip is not None:
             moves_LE = moves_LE.masked_fill(skip, 0.0)
         torch._foreach_add_([router.expert_bias for router in self._routers], list(moves_LE))
+        for router, new_E in zip(self._routers, excess_LE.float(), strict=True):
+            if router.config.router_aux_loss_scope == "global":
+                kept_E = new_E if skip is None else new_E.where(~skip, router.excess_load)
+                router.excess_load.copy_(kept_E)
 
     def layer_metrics(self) -> Tensor:
         """Return metrics of each of ``layers``; a collective over pipeline stages.

@@ -25,7 +25,7 @@ from weft.models.hf_fields import HFMapping, StackedExperts
 from weft.models.hf_mapping import get_hf_mapping, param_shapes
 
 EXPERT = re.compile(r"(layers\.\d+\.)mlp\.experts\.(gate|up|down)_proj\.(weight|bias)")
-EXPERT_BIAS = re.compile(r"(layers\.\d+\.)mlp\.router\.expert_bias")
+ROUTER_STATE = re.compile(r"layers\.\d+\.mlp\.router\.(expert_bias|excess_load)")
 MXFP4_GROUP = 32  # values with a common scale
 # Values of FP4 E2M1 by their four bits (OCP Microscaling Formats 1.0, section 5.3.3).
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -62,8 +62,8 @@ def list_hf_tensors(family: Family, config: Any) -> dict[str, HFTensor]:
     tensors: dict[str, HFTensor] = {}
     for name, shape in shapes.items():
         layer, module, leaf = split_name(name)
-        if match := EXPERT_BIAS.fullmatch(name):
-            if mapping.expert_bias:
+        if match := ROUTER_STATE.fullmatch(name):
+            if mapping.expert_bias and match[1] == "expert_bias":
                 ones = (1,) * mapping.expert_bias_rows
                 shown = mapping.hf_name(layer) + mapping.expert_bias
                 tensors[shown] = HFTensor(
@@ -204,8 +204,8 @@ def _reader(
     quantized: Mapping[str, Any],
 ) -> Read:
     """Return the function that reads one of weft's tensors."""
-    if not sources:  # a load-balance bias without a counterpart
-        return partial(_read_zeros, shape)
+    if not sources:  # state of a router without a counterpart
+        return zeros_weight(shape).read
     hf_name, tensor = sources[0]
     if tensor.kind == "expert":
         matrices = [open_weight(contents, source) for source, _ in sources]
@@ -228,8 +228,9 @@ def _reader(
     return source.read
 
 
-def _read_zeros(shape: torch.Size) -> Iterator[Tensor]:
-    yield torch.zeros(shape)
+def zeros_weight(shape: torch.Size) -> Weight:
+    """Return a weight of zeros, float32."""
+    return Weight(shape, lambda: iter((torch.zeros(shape),)))
 
 
 def _read_reshaped(source: Weight, shape: torch.Size) -> Iterator[Tensor]:
@@ -273,7 +274,8 @@ def find_dropped_bias(family: Family, config: Any, weights: Mapping[str, Weight]
     tensors = list_hf_tensors(family, config)
     used = {name for tensor in tensors.values() for name in tensor.names}
     for name in param_shapes(family, config):
-        if name not in used and any(bool(rows.any()) for rows in weights[name].read()):
+        is_lost = name.endswith(".expert_bias") and name not in used
+        if is_lost and any(bool(rows.any()) for rows in weights[name].read()):
             return name
     return None
 

@@ -159,6 +159,7 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
             *("router_aux_loss_coef", "router_z_loss_coef"),
         )
     },
+    "model.router_aux_loss_scope": {"model.router_aux_loss_coef": "0.1"},
     "train.mtp_weight": {"model.mtp_layers": "1"},
     "train.dpo_beta": {"train.objective": "dpo"},
     "train.objective=dpo": {"data.format": "preferences"},

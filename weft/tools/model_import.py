@@ -17,18 +17,20 @@ from rich.console import Console
 
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.storage import is_remote
-from weft.checkpoint.weight_files import open_weights
+from weft.checkpoint.weight_files import Weight, open_weights
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.locks import hold_lock
 from weft.config.schema import ModelSection, replace
 from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from weft.models.hf_mapping import TRAINING_KEYS, param_shapes
 from weft.plan.model_config import NO_MTP, expand_preset, locate_model, model_name
 from weft.plan.plan import Plan
 from weft.tools.adapter_path import locate_adapter
 from weft.tools.hf_convert import COMPANION_FILES, path_exists
 from weft.tools.hf_import import ModelSource, add_adapter, open_hf_source, write_imported
+from weft.tools.hf_weights import zeros_weight
 from weft.tools.inference_model import find_base_checkpoint, find_checkpoint, is_mtp_weight
 from weft.tools.peft_export import open_merged
 from weft.tools.peft_import import open_adapter
@@ -64,7 +66,10 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
             rule = "is not the adapter of this run any more: its configuration has changed"
             errors.add("lora.path", rule, "use another run.dir", value=plan.job.lora.path)
         source = add_adapter(source, adapter, plan.job.lora)
-    if source.section.overrides() != plan.job.model.overrides():
+    training = {k: v for k, v in plan.job.model.overrides().items() if k in TRAINING_KEYS}
+    section = ModelSection.model_validate(source.section.model_dump() | training)
+    source = source._replace(section=section, weights=_with_loads(source.weights, plan))
+    if section.overrides() != plan.job.model.overrides():
         rule = "is not the model of this run any more: its configuration has changed"
         errors.add("model.path", rule, "use another run.dir", value=path)
     if not is_remote(home):
@@ -74,6 +79,13 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
             errors.add("run.dir", rule, "use another disk, or free space", value=plan.run_dir)
     errors.raise_any()
     return source._replace(name=model_name(path))
+
+
+def _with_loads(weights: dict[str, Weight], plan: Plan) -> dict[str, Weight]:
+    """Return the weights with the loads of routers that have a global loss, as in a new run."""
+    shapes = param_shapes(plan.family, plan.model).items()
+    loads = {n: zeros_weight(shape) for n, shape in shapes if n.endswith(".excess_load")}
+    return {n: w for n, w in weights.items() if not n.endswith(".excess_load")} | loads
 
 
 def _open_run(run_dir: Path, path: str, with_mtp: bool) -> ModelSource:
