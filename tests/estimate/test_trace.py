@@ -306,7 +306,8 @@ def flops_of(trace: RankTrace) -> float:
 
 def start_bytes(trace: RankTrace) -> int:
     """Return the bytes of shards of inputs, receive buffers and counts of tokens."""
-    return sum(event.bytes for event in trace.extrapolation.segment_events((0, "start", 0)))
+    events = trace.extrapolation.segment_events((0, "start", 0))
+    return sum(event.bytes for event in events if event.location.block is None)  # no weights
 
 
 def optimizer_peak(trace: RankTrace) -> int:
