@@ -228,7 +228,7 @@ WINDOW = "model.sliding_window=8 model.layer_pattern"
 
 # Blocks, microbatches, layout.
 LARGER = [
-    (5, 5, "dp_shard2 tp2"),  # one more than the four recorded, see RECORDED_COUNTS
+    (5, 5, "dp_shard2 tp2 cp2"),  # one more than the four recorded, see RECORDED_COUNTS
     (11, 1, f"tp2 {EXPERTS} model.dense_layers=3"),
 ]
 EXTRA = [
@@ -244,6 +244,8 @@ EXTRA = [
     (4, 7, "dp_shard2"),
     (9, 5, "dp_shard2 tp2 optim.name=muon"),
     (9, 6, "tp2 cp2"),
+    (20, 8, "cp2 pp2 pipeline.schedule=Interleaved1F1B"),
+    (12, 6, "cp2 pp2 model.mtp_layers=2"),
     (11, 6, "dp_shard2 activation_checkpoint.mode=full activation_checkpoint.every_n_layers=2"),
     (9, 6, "dp_shard2 precision.compute_dtype=bfloat16 activation_checkpoint.mode=budget"),
     (9, 6, "dp_shard2 reshard_after_forward=never gradient_sync=step"),
@@ -303,6 +305,12 @@ def flops_of(trace: RankTrace) -> float:
     )
 
 
+def start_bytes(trace: RankTrace) -> int:
+    """Return the bytes of shards of inputs, receive buffers and counts of tokens."""
+    events = trace.extrapolation.segment_events((0, "start", 0))
+    return sum(event.bytes for event in events if event.location.block is None)  # no weights
+
+
 def optimizer_peak(trace: RankTrace) -> int:
     """Return the peak of bytes that the optimizer allocates in its first step."""
     live = peak = 0
@@ -329,6 +337,7 @@ def test_traces_extrapolated_step_equals_the_whole_step(
         assert len(extrapolated.op_trace.events) < len(full.op_trace.events)
         assert flops_of(extrapolated) == flops_of(full)
         assert communication_by_axis(extrapolated, None) == communication_by_axis(full, None)
+        assert start_bytes(extrapolated) == start_bytes(full)
         assert optimizer_peak(extrapolated) == pytest.approx(optimizer_peak(full), rel=1e-3)
         # One tensor has the loads of the experts of all layers.
         late = 0.01 if plan.pp > 1 else 1e-4 * (EXPERTS in layout)

@@ -252,37 +252,51 @@ class Extrapolation:
         return _storage_stage(self._storage_names[event.storage])
 
     def _find_buffers(self, events: Sequence[Event]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield per-microbatch buffers that are allocated at the start and stay.
+        """Yield per-microbatch storages that are allocated at the start and stay.
 
-        A pipeline's receive buffers are an example.  Yield storage, bytes, microbatch, receiving
-        stage. A run of equal sizes is one microbatch's, or has one buffer per microbatch.
+        Shards of the inputs and a pipeline's receive buffers are examples.  Yield storage, bytes,
+        microbatch, and the stage if only one uses it.  The microbatch is that of the actions which
+        use the storage, or else of the inputs that it was computed from.  Without either, a run of
+        equal sizes has one storage per microbatch.
         """
         num_microbatches = self._recorded_size.microbatches
-        user_stage: dict[int, int] = {}
-        for event in events:
-            if event.call is not None and _is_in_action(event):
-                for storage, _ in (*event.call.reads, *event.call.writes):
-                    user_stage.setdefault(storage, event.location.stage)
-        start = [e for e in events if e.location.kind == "start" and e.call is None]
-        freed = {event.storage for event in start if event.bytes < 0}
-        allocated = [event for event in start if event.bytes > 0]
-        runs: dict[tuple[BlockIndex | None, int], list[list[Event]]] = defaultdict(list)
-        for key, run in groupby(allocated, lambda event: (event.location.block, event.bytes)):
-            runs[key].append(list(run))
-        for (block, size), runs_of_size in runs.items():
-            if block is not None or num_microbatches == 1:
+        if num_microbatches == 1:
+            return
+        stages: dict[int, set[int]] = defaultdict(set)  # by storage
+        users: dict[int, set[int]] = defaultdict(set)  # microbatches
+        sources: dict[int, set[int]] = defaultdict(set)  # microbatches
+        for storage, microbatch in self._op_trace.input_microbatches.items():
+            sources[storage].add(microbatch)
+        for location, _, _, call in events:
+            if call is None or call.name == "recv":  # received in an earlier action
                 continue
-            for run_index, run_events in enumerate(runs_of_size):
-                for index, event in enumerate(run_events):
-                    if len(run_events) % num_microbatches == 0:
-                        microbatch = index % num_microbatches
-                    elif len(runs_of_size) == num_microbatches:
-                        microbatch = run_index
-                    else:
-                        break
-                    if event.storage not in freed:
-                        stage = user_stage.get(event.storage, NO_STAGE)
-                        yield event.storage, size, microbatch, stage
+            if location.kind == "start":
+                inputs = set[int]().union(*(sources[storage] for storage, _ in call.reads))
+                for storage, _ in call.writes:
+                    sources[storage] |= inputs
+            elif location.kind in ACTIONS:
+                for storage, _ in (*call.reads, *call.writes):
+                    stages[storage].add(location.stage)
+                    users[storage].add(location.ordinal)
+        start = [e for e in events if e.location.kind == "start" and e.call is None]
+        skipped = {event.storage for event in start if event.bytes < 0}
+        skipped |= self._op_trace.initial_bytes.keys()
+        unused = []
+        for event in start:
+            if event.storage in skipped or event.location.block is not None:
+                continue
+            microbatches = users[event.storage] or sources[event.storage]
+            if not microbatches:
+                unused.append(event)
+            elif len(microbatches) == 1:  # otherwise the step's, such as a count of tokens
+                if sources[event.storage] or len(stages[event.storage]) != 1:
+                    stages[event.storage] = {NO_STAGE}  # every rank has its shards of the inputs
+                yield event.storage, event.bytes, min(microbatches), min(stages[event.storage])
+        for size, run in groupby(unused, lambda event: event.bytes):
+            storages = [event.storage for event in run]
+            if len(storages) % num_microbatches == 0:
+                for index, storage in enumerate(storages):
+                    yield storage, size, index % num_microbatches, NO_STAGE
 
     def _assign_id(self, name: StorageName) -> int:
         return self._target_ids_by_name.setdefault(name, len(self._target_ids_by_name))

@@ -93,6 +93,7 @@ class TracePricer:
         regions: list[tuple[Event, OpCall, int]] = []
         region, previous = 0, None
         readers: dict[int, set[int]] = defaultdict(set)
+        used: set[int] = set()
         for event in events:
             if (call := event.call) is None:
                 continue
@@ -102,11 +103,12 @@ class TracePricer:
             previous = event.location
             for storage, _ in call.reads:
                 readers[storage].add(region)
+            used |= {storage for storage, _ in (*call.reads, *call.writes)}
             region += is_barrier
         allocated = {e.storage for e in events if e.call is None and e.bytes > 0}
         freed = {e.storage for e in events if e.call is None and e.bytes < 0}
-        # See `OpRecorder.record_repeated`.
-        freed |= readers.keys() - allocated - self.trace.op_trace.initial_bytes.keys()
+        # Temporaries without events, see `OpRecorder.record_repeated`; some are never read.
+        freed |= used - allocated - self.trace.op_trace.initial_bytes.keys()
         seen: set[tuple[int, int]] = set()
         launched: set[int] = set()
         costs: dict[int, tuple[float, int]] = {}
