@@ -82,7 +82,7 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
 
 
 def _with_loads(weights: dict[str, Weight], plan: Plan) -> dict[str, Weight]:
-    """Return the weights with the loads of routers that have a global loss, as in a new run."""
+    """Return the weights with zeros as the loads of routers with a global loss."""
     shapes = param_shapes(plan.family, plan.model).items()
     loads = {n: zeros_weight(shape) for n, shape in shapes if n.endswith(".excess_load")}
     return {n: w for n, w in weights.items() if not n.endswith(".excess_load")} | loads
