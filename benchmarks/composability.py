@@ -77,6 +77,7 @@ def _axis(name: str, degree: int, **extra: str) -> Overrides:
     return {f"parallel.{name}": str(degree)} | {f"parallel.{key}": extra[key] for key in extra}
 
 
+EXPERTS: Overrides = {"model.kind": "moe", "model.preset": "toy-moe"}
 TECHNIQUES = [
     Technique("HSDP (replicas)", "data", _axis("dp_replicate", 2)),
     Technique("FSDP, ZeRO-3", "data", _axis("dp_shard", 2, reshard_after_forward="always")),
@@ -109,10 +110,18 @@ TECHNIQUES = [
     Technique("CP all-gather", "model", _axis("cp", 2, cp_method="allgather")),
     Technique("CP Ulysses", "model", _axis("cp", 2, cp_method="ulysses")),
     Technique(
-        "EP",
+        "CP, balanced documents",
         "model",
-        {"model.kind": "moe", "model.preset": "toy-moe"} | _axis("dp_shard", 2, ep="2"),
+        _axis("cp", 2, cp_load_balance="documents") | {"data.packing": "documents"},
     ),
+    Technique("EP", "model", EXPERTS | _axis("dp_shard", 2, ep="2")),
+    Technique(
+        "EP, padded",
+        "model",
+        EXPERTS | _axis("dp_shard", 2, ep="2", ep_dispatch="padded", ep_capacity_factor="1.25"),
+    ),
+    Technique("EP, in chunks", "model", EXPERTS | _axis("dp_shard", 2, ep="2", ep_chunks="2")),
+    Technique("EP, whole experts", "model", EXPERTS | _axis("tp", 2, etp="1", ep="2")),
     Technique("AC full", "memory", {"activation_checkpoint.mode": "full"}),
     Technique("AC selective", "memory", {"activation_checkpoint.mode": "selective"}),
     Technique("AC memory budget", "memory", {"activation_checkpoint.mode": "budget"}),
@@ -137,7 +146,13 @@ TECHNIQUES = [
     Technique(
         "MXFP8", "precision", {"precision.float8": "mxfp8", "precision.float8_small": "true"}
     ),
-    Technique("MoE", "model kind", {"model.kind": "moe", "model.preset": "toy-moe"}),
+    Technique("MoE", "model kind", EXPERTS),
+    Technique(
+        "router losses",
+        "model kind",
+        EXPERTS | {"model.router_aux_loss_coef": "0.01", "model.router_z_loss_coef": "0.001"},
+    ),
+    Technique("multi-token prediction", "model kind", {"model.mtp_layers": "1"}),
     Technique("tied embeddings", "model kind", {"model.tied_embeddings": "true"}),
     Technique("packed documents", "data kind", {"data.packing": "documents"}),
     Technique("chat (SFT)", "data kind", {"data.format": "chat"}),
@@ -146,7 +161,9 @@ TECHNIQUES = [
     Technique("QLoRA nf4", "tuning", {"lora.rank": "4", "lora.quantize": "nf4"}),
     Technique("QLoRA int8", "tuning", {"lora.rank": "4", "lora.quantize": "int8"}),
     Technique("DoRA", "tuning", {"lora.rank": "4", "lora.dora": "true"}),
+    Technique("LoRA dropout", "tuning", {"lora.rank": "4", "lora.dropout": "0.1"}),
     Technique("Muon", "optimizer", {"optim.name": "muon"}),
+    Technique("QK-clip", "optimizer", {"optim.qk_clip_threshold": "0.5", "model.qk_norm": "none"}),
     Technique("bfloat16 states", "optimizer", {"optim.state_dtype": "bfloat16"}),
     Technique("8-bit states", "optimizer", {"optim.state_dtype": "8bit"}),
     Technique(

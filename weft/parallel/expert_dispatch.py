@@ -80,7 +80,13 @@ class Dispatcher(Protocol):
     """
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> Dispatch:
-        """Begin to dispatch rows, sorted by expert; ``counts_E``: int64, their numbers."""
+        """Begin to dispatch rows.
+
+        Args:
+            rows_RD: sorted by expert.  With dropout they are wider than the results, and some of
+                their columns are bits of integers, to be moved only.
+            counts_E: int64, number of rows of each expert.
+        """
 
 
 DispatcherFactory = Callable[[dist.ProcessGroup, ParallelSection], Dispatcher]
