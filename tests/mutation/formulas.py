@@ -1980,7 +1980,8 @@ def check_expert_adapters() -> None:
 
     module = "parallel/lora.py"
     run(module, experts.test_quantized_experts_equal_products_of_dequantized_matrices, "nf4")
-    run(module, experts.test_adapter_gradients_follow_from_those_of_the_merged_weights, "gpt_oss")
+    for case in (("gpt_oss", False), ("moe", True)):
+        run(module, experts.test_adapter_gradients_follow_from_those_of_the_merged_weights, *case)
     run(module, experts._initial, [*experts.EXPERTS, ("model.expert_dim", "64")])
     keys = [*experts.EXPERTS, ("model.balance_rate", "0.01")]
     run("train/step.py", experts._bias_after_a_step, keys)
@@ -1992,6 +1993,55 @@ def check_expert_adapters() -> None:
             home = Path(name)
             lora = {"rank": 3, "alpha": 5.0}
             run("tools/peft_export.py", exports.check, exports.write_run(kind, home, lora), home)
+
+
+@check("layout: dropout and lengths of experts", ranks=2)
+def check_expert_dropout() -> None:
+    """Compare gradients of adapters in layouts that split tokens, experts or neither."""
+    from tests.layouts import parse, size
+    from tests.parallel import test_lora_experts as experts
+    from tests.small import gradients
+
+    for model, layouts in {
+        "": ("tp2", "dp_shard2 ep=2", "tp2 etp=1 ep=2"),
+        "model.mtp_layers=1": ("tp2",),
+    }.items():
+        job = [*experts.EXPERTS, *size("dp_shard2"), *parse(f"{experts.BOTH} {model}")[1]]
+        expected, *others = (
+            gradients([*job, *parse(layout)[1]], str(store_path()))["grads"]
+            for layout in ("dp_shard2", *layouts)
+        )
+        for layout, grads in zip(layouts, others, strict=True):
+            for name, grad in expected.items():
+                off = (grads[name] - grad).abs().max() / grad.abs().max().clamp(min=1e-9)
+                expect(off < 1e-4, f"{layout}: {name} by {off}", "parallel/lora_dropout.py")
+
+
+@check("layout: records of a step that starts again", ranks=2)
+def check_records_of_last_pass() -> None:
+    """Compare the largest attention logits with those of a step without an overflow."""
+    from tests.layouts import parse
+    from tests.parallel import test_expert_dispatch as dispatch
+
+    keys = parse(f"{dispatch.BIASES} monitor.attention_logits=true debug.layer_stats_steps=1")[1]
+    padded = parse("ep_dispatch=padded ep_capacity_factor=1")[1]
+    jobs = [[*dispatch.MODEL, *keys, *extra] for extra in ([], padded)]
+    (_, logits, _), (_, again, _) = dispatch.records_of_steps(jobs, str(store_path()))
+    expect(torch.equal(logits, again), "logits of an overflow are recorded", "train/step.py")
+
+
+@check("unit: global load-balance loss")
+def check_global_loss() -> None:
+    """Compare the loss with its formula, and the loads that it gets from a step."""
+    from tests.models import test_moe as moe
+    from tests.optim import test_balance as balance
+
+    try:
+        balance.test_balance_loads_of_a_step_are_those_of_the_next_global_loss()
+        scope = {"router_aux_loss_scope": "global"}
+        moe.test_router_losses_gradients_equal_the_published_formulas(scope)
+    except AssertionError as error:
+        expect(False, f"global loss: {error}", "models/moe.py")
 
 
 @check("unit: largest attention logits")
