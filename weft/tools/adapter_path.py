@@ -22,6 +22,7 @@ from weft.plan.model_config import (
     resolve_section,
 )
 from weft.tools.hf_convert import path_exists
+from weft.tools.hf_import import store_errors
 from weft.tools.peft_config import CONFIG, read_peft_config
 from weft.tools.peft_import import open_adapter
 
@@ -78,14 +79,17 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
         base: the base model of an adapter: a directory, URL or name; '': that which it names.
 
     Raises:
-        InvalidConfig: if there is no base model.
+        InvalidConfig: if there is no base model, or an object store cannot be read.
     """
-    if not is_adapter(source):
+    with store_errors(source):
+        has_adapter = is_adapter(source)
+        if has_adapter and not base:
+            base = read_base(source, "--base")
+    if not has_adapter:
         if base:
             rule, remedy = "has no effect: MODEL is not the directory of an adapter", "remove it"
             raise InvalidConfig([ConfigError("--base", base, rule, remedy)])
         return source, None
-    base = base or read_base(source, "--base")
     if "://" in base and not base.startswith("hf://"):
         return open_directory(base), source
     return locate_model(base, with_weights=True, key="--base"), source
