@@ -157,6 +157,7 @@ def test_pricer_dispatch_of_experts_moves_and_hides_what_it_should() -> None:
     (plain, flops), (padded, padded_flops), (chunks, chunk_flops) = totals
     assert plain.keys() == padded.keys() == {"exposed"}
     assert padded["exposed"] == pytest.approx(1.5 * plain["exposed"], rel=0.01)
-    assert chunks["exposed"] == pytest.approx(chunks["prefetch"])
+    # The counts of rows, which are in no chunk, are exposed.
+    assert 0 < chunks["exposed"] - chunks["prefetch"] < 0.01 * chunks["exposed"]
     assert chunks.total() == pytest.approx(plain.total(), rel=0.01)
     assert flops == pytest.approx(padded_flops, rel=0.01) == pytest.approx(chunk_flops, rel=0.01)
