@@ -135,7 +135,7 @@ def budget_choices(shares: list[str], store: str) -> list[list[set[tuple[str, in
 
 def test_budget_saves_the_same_collectives_on_all_ranks(store_path: Path) -> None:
     """Else a rank waits for one that the others do not repeat: their numbers of rows differ."""
-    shares = ["0", "0.02", "0.05", "0.1", "0.3", "0.5", "0.7"]
+    shares = ["0", "0.05", "0.1", "0.5"]
     ours, theirs = run_ranks(budget_choices, 2, shares, str(store_path))
     assert ours != theirs
     for blocks, others in zip(ours, theirs, strict=True):
@@ -144,7 +144,7 @@ def test_budget_saves_the_same_collectives_on_all_ranks(store_path: Path) -> Non
             assert both[0] == both[1]
         assert blocks[1] is not blocks[0]
     exchanges = [sum(key[0].endswith("all_to_all_single") for key in blocks[1]) for blocks in ours]
-    assert exchanges == [0, *[3] * 6]  # counts, rows and results
+    assert exchanges == [0, 3, 3, 3]  # counts, rows and results
 
 
 # --------------------------------------------------------------------------- memory

@@ -250,7 +250,7 @@ LATENT: Overrides = [
 MODELS = {"moe": EXPERTS, "gpt_oss": OSS, "nf4": QUANTIZED, "deepseek_v3": LATENT}
 BOTH = "lora.dora=true lora.dropout=0.2"
 OFTEN = {
-    "moe": ["dp_shard2 ep=2", f"tp2 {BOTH}", f"tp2 etp=1 ep=2 {BOTH}"],
+    "moe": ["dp_shard2 ep=2", f"tp2 {BOTH}"],
     "nf4": [f"dp_shard2 ep=2 activation_checkpoint.mode=full {BOTH}"],
 }
 EXTRA = {
@@ -278,6 +278,7 @@ EXTRA = {
         "dp_shard2 train.world_size_invariant=true",
         "dp_shard2 dp_replicate2 ep=2",
         "tp2 etp=1 ep=2",
+        f"tp2 etp=1 ep=2 {BOTH}",
         f"dp_shard2 ep=2 ep_dispatch=padded ep_chunks=2 {BOTH}",
         f"dp_shard2 ep=2 ep_dispatch=padded ep_capacity_factor=1 {BOTH}",
     ],

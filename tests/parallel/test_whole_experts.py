@@ -41,9 +41,9 @@ from weft.train.setup import build
 OFTEN = [
     "tp2 etp=1 ep=2 model.mtp_layers=1",
     "tp2 etp=1 sequence_parallel=false",
-    "cp2 tp2 etp=1 ep=2",
 ]
 EXTRA = [
+    "cp2 tp2 etp=1 ep=2",
     "tp2 etp=1",
     "tp2 etp=1 ep=2 sequence_parallel=false",
     "tp4 etp=1 ep=2",

@@ -165,8 +165,8 @@ class _OpCost(NamedTuple):
 class MemoryBudget:
     """A `SavePolicy` that is chosen from the first call of the first block of a kind.
 
-    Unsaved results are recomputed from saved ones, so saving a result avoids
-    exactly the work of its operator: a knapsack, filled greedily by work per byte.
+    Unsaved results are recomputed from saved ones, so saving a result avoids exactly the work of
+    its operator: a knapsack, filled greedily by work per byte.
     """
 
     def __init__(self, share: float) -> None:
@@ -198,6 +198,7 @@ class MemoryBudget:
         budget = self._share * sum(saved_bytes.values())
         ops = sorted(tracer.ops.values(), key=lambda op: op.bytes / max(op.work, 1))
         self._saved = set()
+        # Ranks have different numbers of rows, so sizes must not decide about collectives.
         if any(op.key[0].endswith("all_to_all_single") for op in ops):
             for op in ops if self._share else ():
                 if _is_reduction(op.key[0]):

@@ -189,9 +189,9 @@ class AdapterDropout(nn.Module):
         return self
 
     def forward(self, x: Tensor, keys_R: Tensor | None = None) -> Tensor:
-        """Return ``[B, T, D]`` of the same shape; unchanged without numbers of tokens.
+        """Drop elements of ``[B, T, D]``; of none without numbers of tokens.
 
-        ``keys_R``: numbers of the rows of experts, ``[R, D]``.
+        ``keys_R``: for rows of experts, ``[R, D]``, the mixed number of each row's token.
         """
         tokens = self.token_keys.value if keys_R is None else keys_R
         if tokens is None:

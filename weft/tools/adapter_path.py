@@ -25,8 +25,8 @@ from weft.tools.hf_convert import path_exists
 from weft.tools.hf_import import store_errors
 from weft.tools.peft_config import CONFIG, read_peft_config
 from weft.tools.peft_import import open_adapter
+from weft.train.job_checks import FIXED_BY_ADAPTER
 
-KEYS = ("rank", "alpha", "rank_stabilized", "targets", "dora")  # which an adapter decides
 REMEDY = "give a directory with adapter_config.json and adapter_model.safetensors, or org/name"
 
 
@@ -96,17 +96,9 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
 
 
 def adopt_adapter(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
-    """Return the job with model and adapters of ``lora.path``; see `adopt_model`.
+    """Return the job with model and adapters of ``lora.path``, as `adopt_model` does.
 
     Without ``model.path``, the model is the base model that the adapter names.
-
-    Args:
-        job: the user's choices.
-        recipe: the recipe without overrides.
-        run_dir: the run directory.
-
-    Returns:
-        The job, unchanged after an error, and all errors.
     """
     lora, errors = job.lora, ConfigErrors(job)
     saved = read_imported(run_dir)
@@ -149,7 +141,7 @@ def _with_keys(
 ) -> tuple[Job, list[ConfigError]]:
     """Return the job with the keys of an adapter; append contradictions."""
     found = ConfigErrors(job)
-    for name in KEYS:
+    for name in FIXED_BY_ADAPTER:
         value, expected = getattr(job.lora, name), getattr(read, name)
         given = recipe.lora if recipe.lora.path != job.lora.path else LoraSection()
         if value not in (expected, getattr(given, name)):
@@ -157,7 +149,7 @@ def _with_keys(
             found.add(f"lora.{name}", rule, "remove one of the two", ("lora.path",))
     if errors or found:
         return job, [*errors, *found]
-    return replace(job, lora={name: getattr(read, name) for name in KEYS}), []
+    return replace(job, lora={name: getattr(read, name) for name in FIXED_BY_ADAPTER}), []
 
 
 def _family(section: ModelSection, config: object) -> Family:

@@ -329,7 +329,9 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         fixed = (*fixed, *(f"lora.{name}" for name in kept))
     changes = difference(expand_preset(job), expand_preset(old))
     if "lora.path" in changes:  # then other keys of the section may only follow from it
-        changes = {k: v for k, v in changes.items() if k == "lora.path" or k[:5] != "lora."}
+        changes = {
+            k: v for k, v in changes.items() if k == "lora.path" or not k.startswith("lora.")
+        }
     for name, (ours, theirs) in changes.items():
         is_same = name == "model.path" and "" in (ours, theirs)  # the other keys decide
         if name == "optim.groups":  # AdamW's state of a matrix is not Muon's
