@@ -36,6 +36,7 @@ import importlib
 import logging
 import os
 import pickle
+import pkgutil
 import random
 import shutil
 import signal
@@ -224,13 +225,15 @@ def processor_seconds() -> float:
 
 
 def _import_modules() -> None:
-    """Import the modules that ranks need: torch, and the training modules of weft."""
+    """Import what ranks need, once for all of them: torch, and weft up to its tools."""
     logging.disable(logging.WARNING)  # torchao warns about kernels for other hardware
     for name in (
         "numpy",
         "pytest",
         "torch",
         "torch._dynamo",  # imported by the first optimizer otherwise
+        "torch._functorch.aot_autograd",  # by a fake process group
+        "torch._inductor.compile_fx",  # by the first compiled function
         "torch.distributed",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "torch.distributed.checkpoint",
@@ -240,10 +243,18 @@ def _import_modules() -> None:
         "torch.distributed.pipelining",
         "torch.distributed.tensor",
         "torch.distributed.tensor.parallel",
+        "torch.profiler._cupti_monitor",  # by the first update of an optimizer
         "torchao.float8",
         "tests.fake",
+        "tests.layouts",
         "tests.small",
-        "weft.tools.local_ranks",
+        *(
+            module.name
+            for directory in ("models", "parallel", "data", "optim", "train", "tools")
+            for module in pkgutil.walk_packages(
+                [str(ROOT / "weft" / directory)], f"weft.{directory}."
+            )
+        ),
     ):
         importlib.import_module(name)
     logging.disable(logging.NOTSET)
