@@ -32,27 +32,33 @@ def fused(counts: dict[str, Any]) -> tuple[int, int]:
 
 
 CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"
-# Recipes with few layers; whether they are compiled; and the fused exchanges in the graphs of a
-# block's forward, and of its backward with recomputation, or of the parts of both.
-RECIPES = {
-    ("llama3-8b-8gpu-float8", "model.num_layers=2"): (True, (0, 0)),
-    ("llama3-70b-async-tp", "model.num_layers=2"): (True, (11, 11)),
-    ("llama3-405b-4d-65k", "model.num_layers=8"): (True, (8, 8)),
-    ("qwen3-30b-a3b", "model.num_layers=2"): (False, (0, 0)),
-}
 
 
-@pytest.mark.parametrize(("recipe", "layers"), RECIPES)
-def test_step_is_captured_and_fused_and_waits_for_nothing(recipe: str, layers: str) -> None:
-    is_compiled, exchanges = RECIPES[recipe, layers]
-    counts = count(recipe, layers)
+@pytest.mark.parametrize(
+    # Fused exchanges: of the graphs of a block's forward, and of its backward with recomputation,
+    # or of the parts of both; and all of them.
+    ("recipe", "layers", "is_compiled", "exchanges", "attention"),
+    [
+        ("llama3-405b-4d-65k", 8, True, (8, 8), CUDNN),
+        ("qwen3-0.6b-finetune", 2, True, (0, 0), "flex_attention"),
+        ("qwen3-30b-a3b", 2, False, (0, 0), CUDNN),
+        pytest.param("llama3-8b-8gpu-float8", 2, True, (0, 0), CUDNN, marks=pytest.mark.slow),
+        pytest.param("llama3-70b-async-tp", 2, True, (11, 11), CUDNN, marks=pytest.mark.slow),
+    ],
+)
+def test_step_is_captured_and_fused_and_waits_for_nothing(
+    recipe: str, layers: int, is_compiled: bool, exchanges: tuple[int, int], attention: str
+) -> None:
+    counts = count(recipe, f"model.num_layers={layers}")
     assert counts["host_waits"] == {}
-    # The 405B keeps its parameters gathered for all microbatches.
-    assert (counts["prefetched"] > 0) == ("405b" not in recipe)
+    # The 405B keeps its parameters gathered for all microbatches; one GPU gathers nothing.
+    assert (counts["prefetched"] > 0) == (
+        recipe not in ("llama3-405b-4d-65k", "qwen3-0.6b-finetune")
+    )
     assert fused(counts) == exchanges
     assert (counts["compiled_operators"] > 500) == is_compiled
     # Under context parallelism: the rank's own keys, and those of the other rank.
-    assert set(counts["attention"]) == {CUDNN, f"{CUDNN}_backward"}
+    assert set(counts["attention"]) == {attention, f"{attention}_backward"}
 
 
 LARGE_TENSORS = """

@@ -139,8 +139,8 @@ def interval_block_mask(starts_BT: Tensor) -> BlockMask:
     num_partial_B1N, partial_B1NN = count_and_list(first_BN, full_BN)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        row: Any = batch if len(starts_BT) > 1 else 0  # one mask of all sequences
-        return (query >= key) & (key >= starts_BT[row, query])
+        # The starts may be those of all sequences. A number as index would be a copy from the host.
+        return (query >= key) & (key >= starts_BT[batch % len(starts_BT), query])
 
     return BlockMask.from_kv_blocks(
         num_partial_B1N + 1,
