@@ -167,10 +167,8 @@ EACH_METHOD = [
     "dp_shard2",
     "dp_replicate2",
     "tp2",
-    "pp2 pipeline.schedule=Interleaved1F1B",
     "pp2 pipeline.schedule=ZBVZeroBubble reshard_after_forward=always",
     "cp2 cp_method=ring cp_load_balance=true data.packing=documents",
-    "cp2 cp_method=allgather cp_load_balance=false data.packing=documents",
     "cp2 cp_method=ulysses cp_load_balance=false data.packing=windows",
 ]
 assert set(EACH_METHOD) <= set(layouts_of_size(2))

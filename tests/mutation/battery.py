@@ -546,7 +546,7 @@ TECHNIQUES: dict[str, Technique] = {
     "looped": _pp("LoopedBFS"),
     "zero bubble": _pp("InterleavedZeroBubble"),
     "zbv": _pp("ZBVZeroBubble"),
-    "dualpipe": _pp("DualPipeV"),
+    "dualpipe": _pp("DualPipeV", **{"train.microbatch_size": "1"}),
     "tied": _key("parallel/tied_parameters.py", model__tied_embeddings="true"),
     "short": _key("train/step.py", train__microbatch_size="3", train__global_batch_size="8"),
     "ring": _cp("ring"),

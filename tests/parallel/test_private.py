@@ -80,9 +80,14 @@ def test_asynchronous_tensor_parallel_names_are_as_expected() -> None:
     ("variable", "expected"),
     [
         ("", "expandable_segments:True"),
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64"),
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
-        ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64"),
+                ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", ""),
+            )
+        ),
     ],
 )
 def test_segments_are_expandable_unless_the_user_configures_the_allocator(

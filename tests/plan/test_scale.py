@@ -97,7 +97,6 @@ OFTEN = {
     ("demo", "first"),
     ("llama3-70b", "middle"),
     ("llama3-405b", "last"),
-    ("llama3-405b-16k", "first"),
     ("llama3-405b-128k", "middle"),
     ("three-servers-small", "first"),
     ("three-servers-small", "last"),

@@ -89,7 +89,7 @@ SHORT += ["--train.eval_interval", "0", "--run.device", "cpu"]
     ("kind", "how"),
     [
         ("llama", "adapters"),
-        ("qwen3_moe", "text"),
+        pytest.param("qwen3_moe", "text", marks=pytest.mark.slow),
         pytest.param("llama", "text", marks=pytest.mark.slow),
     ],
 )

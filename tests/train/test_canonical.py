@@ -156,8 +156,19 @@ def test_canonical_other_axes_any_number_of_data_parallel_ranks_gives_the_same_b
         [
             ([BFLOAT16, TIED], ["tp2", "tp2 dp_shard2"]),
             ([*ZBV, TIED], ["pp2", "pp2 dp_shard2"]),
-            (RESHARD, ["cp2", "cp2 dp_replicate2"]),
             (MOE, ["dp_shard2 ep=2", "dp_shard4 ep=2"]),
+        ],
+        store_path,
+    )
+
+
+@pytest.mark.slow
+def test_canonical_more_axes_any_number_of_data_parallel_ranks_gives_the_same_bits(
+    store_path: Path,
+) -> None:
+    check_bits(
+        [
+            (RESHARD, ["cp2", "cp2 dp_replicate2"]),
             (MOE, ["tp2 etp=1 ep=2", "tp2 dp_shard2 etp=1 ep=2"]),
             ([BFLOAT16], ["dp_shard2 cpu_offload=true", "dp_shard4 cpu_offload=true"]),
         ],

@@ -91,10 +91,8 @@ def test_run_of_more_ranks_records_equal_one_process(
 
 CHAIN = [
     "dp_shard3",
-    "pp2",
     "",
-    "dp_shard2 tp2",
-    "pp2 pipeline.schedule=Interleaved1F1B",
+    "tp2 pp2 pipeline.schedule=Interleaved1F1B",
     "dp_replicate2 cp2",
 ]
 LONG: Overrides = [

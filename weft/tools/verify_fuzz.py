@@ -14,6 +14,7 @@ again, so the same command resumes, and a larger count adds jobs.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -32,6 +34,7 @@ from typing import Any
 
 from weft.config.errors import InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
+from weft.parallel.float8 import import_quietly
 from weft.tools.job_sizes import AXES
 from weft.tools.job_space import RECIPE, RandomJob, draw_job, list_goals, technique_name
 from weft.tools.local_ranks import RanksFailed, RanksTimedOut, preload_modules
@@ -193,6 +196,10 @@ def run_job(index: int, settings: FuzzSettings) -> FuzzResult:
 def run_jobs(indices: Iterator[int], settings: FuzzSettings) -> Iterator[FuzzResult]:
     """Run the jobs in parallel processes and yield each result as it arrives."""
     preload_modules()
+    with suppress(ImportError):  # torchao is an extra
+        import_quietly("torchao.float8")
+        import_quietly("torch._inductor.compile_fx")
+    gc.freeze()  # else a collection in a rank copies every page of these modules
     running: dict[Connection, tuple[int, ForkProcess]] = {}
     try:
         while True:
