@@ -231,13 +231,9 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Feed-forward layer of experts.
+    """Feed-forward layer of experts."""
 
-    Attributes:
-        token_keys: returns ``[B, T]`` tensors; experts get their values for each row as more
-            arguments.
-    """
-
+    # Returns [B, T] tensors; experts get their values for each row as more arguments.
     token_keys: Callable[[], Sequence[Tensor]] = tuple
 
     def __init__(self, config: DecoderConfig) -> None:
