@@ -232,7 +232,6 @@ def _import_modules() -> None:
         "pytest",
         "torch",
         "torch._dynamo",  # imported by the first optimizer otherwise
-        "torch._functorch.aot_autograd",  # by a fake process group
         "torch._inductor.compile_fx",  # by the first compiled function
         "torch.distributed",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",

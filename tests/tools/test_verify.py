@@ -434,6 +434,7 @@ OFTEN = {
     ("bfloat16 sums", average_gradients),
     ("bfloat16 sums", leave_one_out_of_the_update),
     ("float8", take_the_mean_of_means),
+    ("bfloat16 sums", take_the_wrong_slice),
 }
 
 

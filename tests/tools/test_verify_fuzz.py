@@ -313,7 +313,7 @@ def check_all(count: int, seed: int, log: Path, ranks: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_four_random_jobs_agree(tmp_path: Path) -> None:
-    check_all(4, 21, tmp_path / "log.jsonl", ranks=3)  # four take 1.6 times as long
+    check_all(4, 21, tmp_path / "log.jsonl", ranks=3)  # four ranks take 1.6 times as long
 
 
 @pytest.mark.ranks

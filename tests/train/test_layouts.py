@@ -54,7 +54,7 @@ LAYOUTS = [
     "pp2 pipeline.schedule=DualPipeV",
     "pp2 train.microbatch_size=3",
     *(
-        pytest.param(layout, marks=pytest.mark.slow)  # the resumed run below covers these
+        pytest.param(layout, marks=pytest.mark.slow)  # the resumed run below has their axes
         for layout in ("tp2", "pp2", "cp2 cp_method=allgather", "dp_shard2 tp2")
     ),
 ]
@@ -95,43 +95,48 @@ CHAIN = [
     "tp2 pp2 pipeline.schedule=Interleaved1F1B",
     "dp_replicate2 cp2",
 ]
-LONG: Overrides = [
-    *MODEL,
-    ("train.global_batch_size", "12"),
-    ("train.steps", str(2 * len(CHAIN))),
-]
+LONGER_CHAIN = ["dp_shard3", "pp2", "", "dp_shard2 tp2", *CHAIN[2:]]
 
 
 def train_noting(layout: str, directory: Path, store: Path, *extra: tuple[str, str]) -> None:
     """Train and record the rows that are trained on."""
     ranks, overrides = parse(layout)
-    job = [*LONG, *overrides, ("run.dir", str(directory / "run")), *extra]
+    job = [*MODEL, ("train.global_batch_size", "12"), *overrides, *extra]
+    job += [("run.dir", str(directory / "run"))]
     call = (job, str(store), [], 0.0, str(directory / "seen"))
     run_ranks(train_until_killed, ranks, *call, timeout=180)
 
 
+@pytest.mark.parametrize(
+    "chain",
+    [
+        pytest.param(CHAIN, id="chain"),
+        pytest.param(LONGER_CHAIN, id="longer", marks=pytest.mark.slow),
+    ],
+)
 def test_run_resumed_through_many_layouts_equals_one_process(
-    store_path: Path, tmp_path: Path
+    chain: list[str], store_path: Path, tmp_path: Path
 ) -> None:
     """Each layout trains two steps and fails in the next; the result equals one process."""
     single, changing = tmp_path / "alone", tmp_path / "changing"
     single.mkdir()
     changing.mkdir()
-    train_noting("", single, store_path)
-    for turn, layout in enumerate(CHAIN[:-1], 1):
+    steps = ("train.steps", str(2 * len(chain)))
+    train_noting("", single, store_path, steps)
+    for turn, layout in enumerate(chain[:-1], 1):
         fault = ", ".join(['{site = "step", passing = 3, kind = "raise"}'] * turn)
         with pytest.raises(RankError, match="injected fault at step"):
-            train_noting(layout, changing, store_path, ("resilience.faults", f"[{fault}]"))
+            train_noting(layout, changing, store_path, steps, ("resilience.faults", f"[{fault}]"))
         newest = list_checkpoints(changing / "run/checkpoints")[-1]
         assert checkpoint_step(newest) == 2 * turn
         assert read_manifest(newest)["samples"] == 12 * 2 * turn
     faults = [("resilience.faults", f"[{fault}]")]  # all faults have fired
-    train_noting(CHAIN[-1], changing, store_path, *faults)
+    train_noting(chain[-1], changing, store_path, steps, *faults)
 
     assert read_notes(changing / "seen") == read_notes(single / "seen")
-    assert set(read_notes(single / "seen")) == set(range(12 * 2 * len(CHAIN)))
+    assert set(read_notes(single / "seen")) == set(range(12 * 2 * len(chain)))
     ours, theirs = records(changing / "run"), records(single / "run")
-    assert [r["step"] for r in ours] == list(range(1, 2 * len(CHAIN) + 1))
+    assert [r["step"] for r in ours] == list(range(1, 2 * len(chain) + 1))
     for a, b in zip(ours, theirs, strict=True):
         assert (a["tokens"], a["lr"]) == (b["tokens"], b["lr"])
         for kind in ("loss", "grad_norm", "eval_loss"):

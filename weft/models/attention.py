@@ -139,7 +139,7 @@ def interval_block_mask(starts_BT: Tensor) -> BlockMask:
     num_partial_B1N, partial_B1NN = count_and_list(first_BN, full_BN)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # The starts may be those of all sequences. A number as index would be a copy from the host.
+        # One row of starts may hold for all sequences. An index of 0 would be copied from the host.
         return (query >= key) & (key >= starts_BT[batch % len(starts_BT), query])
 
     return BlockMask.from_kv_blocks(

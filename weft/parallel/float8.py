@@ -92,7 +92,7 @@ def get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
 
 
 def import_quietly(module: str) -> Any:
-    """Import a module of torchao, without its warnings about other hardware."""
+    """Import a module without the warnings of torchao about other hardware."""
     logging.disable(logging.WARNING)
     try:
         return importlib.import_module(module)

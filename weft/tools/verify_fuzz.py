@@ -196,9 +196,9 @@ def run_job(index: int, settings: FuzzSettings) -> FuzzResult:
 def run_jobs(indices: Iterator[int], settings: FuzzSettings) -> Iterator[FuzzResult]:
     """Run the jobs in parallel processes and yield each result as it arrives."""
     preload_modules()
+    import_quietly("torch._inductor.compile_fx")
     with suppress(ImportError):  # torchao is an extra
         import_quietly("torchao.float8")
-        import_quietly("torch._inductor.compile_fx")
     gc.freeze()  # else a collection in a rank copies every page of these modules
     running: dict[Connection, tuple[int, ForkProcess]] = {}
     try:
@@ -218,6 +218,7 @@ def run_jobs(indices: Iterator[int], settings: FuzzSettings) -> Iterator[FuzzRes
                     raise answer
                 yield answer
     finally:
+        gc.unfreeze()
         for pipe, (_, process) in running.items():
             _stop(pipe, process)
 
