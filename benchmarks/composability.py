@@ -23,6 +23,7 @@ import json
 import math
 import multiprocessing
 import platform
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -178,10 +179,6 @@ LIGHTHOUSE = {"resilience.lighthouse": "localhost:29510"}
 # Combinations that weft refuses although each pair of their techniques works, and combinations with
 # keys of no technique of the table.
 COMBINATIONS: list[tuple[tuple[str, ...], Overrides]] = [
-    (("torch.compile", "AC selective", "CP ring"), {}),
-    (("torch.compile", "AC selective", "EP"), {}),
-    (("torch.compile", "AC selective", "MoE"), {}),
-    (("torch.compile", "AC selective", "MoE", "PP zero bubble", "bfloat16"), {}),
     (("torch.compile", "AC memory budget"), {"activation_checkpoint.every_n_layers": "2"}),
     (("tied embeddings", "DoRA"), {"lora.targets": "embed_tokens"}),
     (("PP 1F1B", "LoRA"), {"lora.targets": "lm_head"}),
@@ -189,6 +186,21 @@ COMBINATIONS: list[tuple[tuple[str, ...], Overrides]] = [
     (("DPO",), LIGHTHOUSE),
     (("world-size-invariant sums",), LIGHTHOUSE),
 ]
+
+
+# What other trainers do, by the key that a reason begins with.
+ELSEWHERE = {
+    "parallel.cp_load_balance": "DeepSpeed's Ulysses does not balance documents either: each rank "
+    "attends to full sequences with its share of the heads.",
+    "model.mtp_layers": "NeMo RL trains these layers beside GRPO (NVIDIA-NeMo/RL pull request "
+    "2801, June 2026); its guide to DPO (0.6.0) does not mention them.",
+    "optim.qk_clip_threshold": "Megatron-LM multiplies the projections of queries and keys in "
+    "place (`clip_qk` in `megatron/core/transformer`), without a rule for adapters.",
+    "activation_checkpoint.every_n_layers": "PyTorch has one budget per process, which TorchTitan "
+    "sets, too.",
+    "resilience.lighthouse": "TorchTitan's trainer with TorchFT is an experiment with FSDP (issue "
+    "4208 of pytorch/torchtitan, August 2026).",
+}
 
 
 def pairs() -> Iterator[tuple[Technique, Technique]]:
@@ -383,14 +395,18 @@ def page(outcomes: dict[str, dict[str, Any]]) -> str:
         lines.append(f"| {numbers[row.name]} | {row.name} | " + " | ".join(cells) + " |")
     refused = {name: r["reason"] for name, r in outcomes.items() if r["outcome"] == "refused"}
     if refused:
-        lines += ["", "## Why pairs are refused", "", "| pair | reason |", "|---|---|"]
-        lines += [f"| {name} | {_escape(reason)} |" for name, reason in refused.items()]
+        lines += ["", "## Why pairs are refused", ""]
+        lines += ["| pairs | reason | elsewhere |", "|---|---|---|"]
+        for reason in dict.fromkeys(refused.values()):
+            names = "; ".join(name for name, other in refused.items() if other == reason)
+            lines.append(f"| {names} | {_escape(reason)} | {_elsewhere(reason)} |")
     lines += ["", "## Refusals that no pair shows", ""]
     lines += [
         "Each pair of these techniques works, or a key of no technique is involved. The rules say:",
-        *("", "| combination | reason |", "|---|---|"),
+        *("", "| combination | reason | elsewhere |", "|---|---|---|"),
     ]
-    lines += [f"| {n} | {_escape(why)} |" for n, (why, *_) in list_combinations().items()]
+    for name, (reason, *_) in list_combinations().items():
+        lines.append(f"| {name} | {_escape(reason)} | {_elsewhere(reason)} |")
     defects = [n for n, actual in outcomes.items() if actual["outcome"] in ("wrong", "failed")]
     if defects:
         lines += ["", "## Defects", "", "| pair | what was seen |", "|---|---|"]
@@ -400,6 +416,11 @@ def page(outcomes: dict[str, dict[str, Any]]) -> str:
         keys = " ".join(f"`{name} = {value}`" for name, value in technique.overrides.items())
         lines.append(f"| {technique.name} | {keys} |")
     return "\n".join(lines) + "\n"
+
+
+def _elsewhere(reason: str) -> str:
+    about = "resilience.lighthouse" if "replica groups" in reason else re.split("[ =]", reason)[0]
+    return ELSEWHERE.get(about, "not looked up")
 
 
 def _escape(text: str) -> str:

@@ -32,7 +32,7 @@ ORDER = (
     "__main__",
 )
 NAME = re.compile(r"weft\.\w+\.[\w.]+:\w+")
-MAX_CORE_LINES = 12_000  # without docstrings; a ratchet
+MAX_CORE_LINES = 11_950  # without docstrings; a ratchet
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 

@@ -406,6 +406,24 @@ def test_traces_collective_without_a_price_is_an_error() -> None:
         trace_ranks(resolve(job, Machine("cpu", devices=2, world_size=2)))
 
 
+def test_traces_attention_between_compiled_parts_saves_its_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With context parallelism, selective checkpointing also keeps queries, keys and values."""
+    layout = "cp2 cp_method=allgather activation_checkpoint.mode=selective compile.enable=true"
+    ranks, overrides = parse(f"{layout} train.seq_len=2048 model.max_seq_len=2048")
+    machine = cluster_machine(parse_cluster(f"1x{ranks}xH100"))
+    plan = resolve(small_job(*BASE, *overrides), machine)
+    peaks = [peak_bytes(trace_ranks(plan)[0].op_trace)]
+    monkeypatch.setattr(tracing, "_keep_attention_inputs", lambda parts: None)
+    peaks.append(peak_bytes(trace_ranks(plan)[0].op_trace))
+    model, num_tokens = plan.model, plan.microbatch_size * 1024
+    num_heads = model.num_heads + 2 * model.num_kv_heads
+    num_bytes = model.num_layers * num_tokens * num_heads * (model.dim // model.num_heads) * 2
+    # And, at the peak, part of the results that attention saves for itself.
+    assert num_bytes <= peaks[0] - peaks[1] < 1.5 * num_bytes
+
+
 # --------------------------------------------------------------------------- repeated blocks
 
 TILES = "train.seq_len=8192 model.max_seq_len=8192 data.packing=documents model.layer_pattern=LG"

@@ -646,6 +646,7 @@ LAYOUTS: list[str] = [
     "lora, tp, whole rows",
     "moe, tp, whole rows",
     "zero bubble, tp, short",
+    "zero bubble, dp_replicate, each microbatch",
     "zbv, dp_shard, at the step's end",
     "dualpipe, ring",
     "looped, dp_replicate, replica outer",

@@ -3260,8 +3260,16 @@ FAULTS: list[Fault] = [
         "deferred gradients",
         "deferred gradients add up in the compute dtype",
         "parallel/private.py",
-        "if not is_fsdp_unit(module) or is_input_half:",
-        "if not is_fsdp_unit(module) or not reduce_scatter or is_input_half:",
+        "if not (is_fsdp_unit(module) and stage.has_backward) or is_input_half:",
+        "if not (is_fsdp_unit(module) and reduce_scatter and stage.has_backward) or is_input_half:",
+        STAGES,
+    ),
+    Fault(
+        "deferred gradients",
+        "a reduction of replicas lacks the weights without a gradient",
+        "parallel/private.py",
+        "                _fill_gradients(params)",
+        "                pass",
         STAGES,
     ),
     Fault(

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.harness import run_ranks
 from tests.parallel.test_layouts import check_any
-from tests.small import SMALL, plan_here, small_job, this_rank
+from tests.small import SMALL, loader_of, plan_here, small_job, this_rank
 from weft.data.dataset import open_dataset
 from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
@@ -26,7 +26,9 @@ from weft.parallel.compile import (
     apply_compile,
     describe_graph_break,
 )
+from weft.parallel.dtensor import to_local
 from weft.train.loop import train
+from weft.train.setup import build
 
 WEFT = [sys.executable, "-m", "weft"]
 
@@ -44,9 +46,17 @@ WEFT = [sys.executable, "-m", "weft"]
         "tp2 activation_checkpoint.mode=full",
         "cp2 activation_checkpoint.mode=full",
         "cp2 cp_method=ulysses activation_checkpoint.mode=full",
+        "cp2 activation_checkpoint.mode=selective",
+        "cp2 tp2 activation_checkpoint.mode=selective activation_checkpoint.every_n_layers=2",
         "cp2 tp2 activation_checkpoint.mode=full",
         "cp2 pp2 activation_checkpoint.mode=full activation_checkpoint.every_n_layers=2",
         "dp_shard2 model.kind=moe model.preset=toy-moe ep=2 activation_checkpoint.mode=full",
+        "dp_shard2 model.kind=moe model.preset=toy-moe ep=2 activation_checkpoint.mode=selective",
+        pytest.param(
+            "pp2 pipeline.schedule=InterleavedZeroBubble model.kind=moe model.preset=toy-moe "
+            "activation_checkpoint.mode=selective",
+            id="zero bubble, moe, selective",
+        ),
         "pp2 activation_checkpoint.mode=selective activation_checkpoint.every_n_layers=2",
         "dp_shard2 tp2 activation_checkpoint.mode=selective activation_checkpoint.offload=true",
     ],
@@ -149,3 +159,46 @@ def test_compile_blocks_not_captured_warns_once(
     run_dir = str(tmp_path / "run")
     output, _ = run_ranks(train_with_cp, 2, str(store_path), run_dir, disabled, timeout=200)
     assert output.count(f"warning: {NO_GRAPH_CAPTURED}") == disabled
+
+
+def saved_bytes(store: str, cache_dir: str, mode: str) -> int:
+    """Return the bytes that compiled blocks under context parallelism save."""
+    torch._dynamo.reset()
+    job = small_job(
+        ("parallel.cp", "2"),
+        ("compile.enable", "true"),
+        ("compile.cache_dir", cache_dir),
+        ("activation_checkpoint.mode", mode),
+        ("activation_checkpoint.recompute_every_n_matmuls", "1"),
+    )
+    plan = plan_here(job)
+    built = build(plan, this_rank())
+    params = [p for part in built.model_parts for p in part.parameters()]
+    weights = {to_local(param).untyped_storage()._cdata for param in params}
+    saved: dict[int, int] = {}
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        built.train_step.forward_backward(batches)
+    return sum(saved.values())
+
+
+def saved_bytes_by_mode(store: str, cache_dir: str) -> list[int]:
+    return [saved_bytes(store, cache_dir, mode) for mode in ("none", "selective", "none")]
+
+
+@pytest.mark.slow  # half a minute of compiling
+def test_compile_parts_save_what_selective_checkpointing_selects(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """With the compiled code of another mode in the cache, too."""
+    args = str(store_path), str(tmp_path)
+    (none, selective, again), _ = run_ranks(saved_bytes_by_mode, 2, *args, timeout=200)
+    assert selective < 0.8 * none  # the head saves as much in both
+    assert again == none

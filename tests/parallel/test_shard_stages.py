@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +28,11 @@ from tests.parallel.sharded import (
     one_process,
     whole_gradients,
 )
+from tests.small import loader_of, plan_here, small_job, this_rank
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.models.decoder import prune_to_stage
 from weft.parallel.data_parallel import set_gradient_sync
+from weft.train.setup import build as build_job
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +130,19 @@ def middle_stage() -> None:
 
 def test_sharded_stage_without_embedding_and_head_equals_one_process() -> None:
     run_ranks(middle_stage, 2)
+
+
+def grads_after_evaluation(store: str) -> list[str]:
+    """Return the parameters that have a gradient after an evaluation."""
+    layout = [("parallel.pp", "2"), ("parallel.gradient_sync", "microbatch")]
+    job = small_job(*layout)
+    plan = plan_here(job)
+    built = build_job(plan, this_rank())
+    built.train_step.evaluate(loader_of(job, plan, store, built.mesh).get_microbatches(0))
+    return [
+        name for name, param in trainable_parameters(built.model_parts) if param.grad is not None
+    ]
+
+
+def test_evaluation_of_a_sharded_pipeline_reduces_no_gradients(store_path: Path) -> None:
+    assert run_ranks(grads_after_evaluation, 4, str(store_path)) == [[]] * 4

@@ -324,7 +324,7 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
     Returns:
         The collectives in each compiled graph, and the largest relative error of each gradient.
     """
-    import torch._inductor.fx_passes.micro_pipeline_tp as passes
+    import torch._inductor.fx_passes.post_grad as passes
     import torch.distributed._symmetric_memory as symmetric
     from torch._inductor.utils import fresh_inductor_cache
 

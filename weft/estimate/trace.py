@@ -388,6 +388,9 @@ def record_rank(
                 small_plan, "W" in action_kinds(planned_schedule(plan)), Path(directory)
             )
         built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
+        section = plan.job.activation_checkpoint
+        if plan.is_compiled and plan.cp > 1 and section.mode == "selective" and not section.offload:
+            _keep_attention_inputs(built.model_parts)
         # A compiled part of a block cannot stop in the middle of its recomputation.
         with set_checkpoint_early_stop(not (plan.is_compiled and plan.has_graph_breaks)):
             op_trace = record_step(
@@ -395,6 +398,20 @@ def record_rank(
             )
         comm_groups = find_comm_groups(op_trace, built.mesh)
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
+
+
+def _keep_attention_inputs(model_parts: list[nn.Module]) -> None:
+    """Let attention save its inputs: it runs between two parts of a compiled block."""
+
+    def run(attend: Callable[..., Tensor], *args: Any) -> Tensor:
+        # Detached, because an output that its own operator saves would keep the graph alive.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+            return attend(*args)
+
+    modules: list[Any] = [module for part in model_parts for module in part.modules()]
+    for module in modules:
+        if hasattr(module, "attend"):
+            module.attend = partial(run, module.attend)
 
 
 def stage_signature(plan: Plan, pp: int) -> object:

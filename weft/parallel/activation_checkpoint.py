@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from torch.utils.checkpoint import (
 
 from weft.config.schema import ActivationCheckpointSection
 from weft.parallel.dtensor import is_wrapper, plain_tensors, to_local
-from weft.parallel.private import set_activation_memory_budget
+from weft.parallel.private import select_saved_results, set_activation_memory_budget
 
 # Operators by name, because some exist only on some devices or with some packages.
 MATMULS = (
@@ -114,6 +115,29 @@ def apply_activation_checkpoint(
             block.forward = MethodType(forward, block)
 
 
+def select_in_parts(
+    blocks: Sequence[nn.Module], section: ActivationCheckpointSection
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return options of torch.compile for blocks whose graph breaks.
+
+    And for their submodules.  The compiler then implements *selective* in each part of the graph.
+    What runs between the parts saves what its backward pass needs.  Empty for other modes.
+    """
+    if section.mode != "selective":
+        return {}
+    set_activation_memory_budget(1.0)
+    every_n = section.recompute_every_n_matmuls
+
+    def policy() -> Callable[[str], bool]:
+        calls: Counter[str] = Counter()
+        return lambda name: _should_save(every_n, name, _count(calls, name))
+
+    cache_key = f"{Path(__file__).read_text('utf-8')} {every_n}"
+    options = select_saved_results(policy, cache_key)
+    selected = blocks[:: section.every_n_layers]
+    return {module: options for block in selected for module in block.modules()}
+
+
 def _block_kind(block: nn.Module) -> object:
     """Return a key that is equal for blocks that call the same operators."""
     return getattr(block, "kind", None), tuple(name for name, _ in block.named_parameters())
@@ -133,16 +157,19 @@ def _selective_contexts(
     should_save: SavePolicy,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     # torch 2.11 asks the policy in forward and again in recomputation, so count them separately.
-    calls: Counter[tuple[bool, str]] = Counter()
+    calls: Counter[object] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = op.name()
-        call = calls[context.is_recompute, name]
-        calls[context.is_recompute, name] += 1
-        save = should_save(name, call)
+        save = should_save(op.name(), _count(calls, (context.is_recompute, op.name())))
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _count(calls: Counter[Any], key: Any) -> int:
+    """Count a call; return the number of calls before it."""
+    calls[key] += 1
+    return calls[key] - 1
 
 
 def param_storages(block: nn.Module) -> set[int]:
@@ -225,8 +252,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         self._alive.append(out)  # so that no two tensors have the same address
         name = func.name()
-        key = name, self._calls[name]
-        self._calls[name] += 1
+        key = name, _count(self._calls, name)
         inputs = list(plain_tensors(tree_leaves((args, kwargs))))
         input_storages = {x.untyped_storage()._cdata for x in inputs}
         if func._schema.is_mutable:

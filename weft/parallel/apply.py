@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.config.errors import lookup
 from weft.models import Family
 from weft.models.family import TensorParallelSpec
-from weft.parallel.activation_checkpoint import apply_activation_checkpoint
-from weft.parallel.activation_offload import apply_activation_offload
-from weft.parallel.compile import apply_compile
+from weft.parallel.activation_checkpoint import apply_activation_checkpoint, select_in_parts
+from weft.parallel.compile import CompileOptions, apply_compile
 from weft.parallel.context_parallel import apply_context_parallel
 from weft.parallel.data_parallel import apply_fsdp
 from weft.parallel.float8 import apply_float8
@@ -90,9 +89,11 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.
     if plan.tp > 1:
         _shard_tensors(model, plan, mesh, sharding, moe_layers)
+    has_parts = plan.is_compiled and plan.has_graph_breaks
+    options = select_in_parts(blocks, job.activation_checkpoint) if has_parts else {}
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None and plan.ep > 1:
-        _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh)
+        _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh, options)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
     _add_dropout(model, blocks, plan, mesh)
     if mesh.cp_group is not None:
@@ -110,29 +111,27 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if plan.splits_backward:
         defer_weight_gradients(model)
 
-    fullgraph = not plan.has_graph_breaks
     # Before activation checkpointing, because dynamo skips a checkpointed function whose graph
     # breaks.  So the recomputation repeats the compiled code of a block.
-    if plan.is_compiled and not fullgraph:
-        for layer in moe_layers:
-            if plan.ep > 1 or not plan.compiles_experts:
-                layer.experts.forward = torch.compiler.disable(layer.experts.forward)  # type: ignore[no-untyped-call]
-        _compile_blocks(blocks, plan, fullgraph)
+    if has_parts:
+        _compile_parts(blocks, [layer.experts for layer in moe_layers], plan, options)
 
     # Before FSDP, which then gathers the parameters for the recomputation.
-    apply_activation_checkpoint(blocks, job.activation_checkpoint, plan.is_compiled)
+    if not options:
+        apply_activation_checkpoint(blocks, job.activation_checkpoint, plan.is_compiled)
 
     # After tensor parallelism, because the compiler must see its collectives to overlap them with
     # matmuls.  After activation checkpointing, which then is part of the graph.  Before FSDP,
     # because FSDP's hooks must stay outside of the compiled forward.
     if plan.async_tp and plan.is_compiled:  # a traced step is not compiled
         enable_async_tp(mesh.get_group("tp"))
-    if plan.is_compiled and fullgraph:
-        _compile_blocks(blocks, plan, fullgraph)
+    if plan.is_compiled and not has_parts:
+        _compile_blocks(blocks, plan)
 
     # After torch.compile, because offloading hooks the tensors that the compiled forward saves.
     if job.activation_checkpoint.offload:
-        apply_activation_offload(blocks, job.activation_checkpoint.offload_prefetch)
+        offload: Any = lookup("weft.parallel.activation_offload:apply_activation_offload", {})
+        offload(blocks, job.activation_checkpoint.offload_prefetch)
 
     # FSDP is last: it replaces the parameters by shards and decides when they are gathered.
     if plan.uses_fsdp:
@@ -201,20 +200,43 @@ def _split_tokens_of_experts(moe_layers: list[Any], plan: Plan, mesh: Mesh) -> N
         split_tokens(moe_layers, mesh.get_group("tp"), plan.sequence_parallel)
 
 
-def _shard_experts(experts: list[Any], plan: Plan, mesh: DeviceMesh) -> None:
+def _shard_experts(
+    experts: list[Any], plan: Plan, mesh: DeviceMesh, options: CompileOptions
+) -> None:
     from weft.parallel.expert_parallel import apply_expert_parallel
 
     if plan.compiles_experts:  # for any number of rows
-        apply_compile(experts, plan.job.compile.cache_dir, fullgraph=False, dynamic=True)
+        cache_dir = plan.job.compile.cache_dir
+        apply_compile(experts, cache_dir, fullgraph=False, dynamic=True, options=options)
     apply_expert_parallel(experts, mesh, plan.job.parallel)
 
 
-def _compile_blocks(blocks: Sequence[nn.Module], plan: Plan, fullgraph: bool) -> None:
-    apply_compile(blocks, plan.job.compile.cache_dir, fullgraph=fullgraph)
+def _compile_parts(
+    blocks: Sequence[nn.Module], experts: list[Any], plan: Plan, options: CompileOptions
+) -> None:
+    """Compile the parts of blocks whose graph breaks."""
+    disable: Any = torch.compiler.disable
+    for module in experts if plan.ep > 1 or not plan.compiles_experts else ():
+        module.forward = disable(module.forward)
+        if module in options and not plan.compiles_experts:  # the compiler cannot select for them
+            apply_activation_checkpoint([module], plan.job.activation_checkpoint, compiled=False)
+            module.forward = disable(module.forward)
+    _compile_blocks(blocks, plan, options, () if plan.compiles_experts else experts)
+
+
+def _compile_blocks(
+    blocks: Sequence[nn.Module],
+    plan: Plan,
+    options: CompileOptions | None = None,
+    experts: Sequence[nn.Module] = (),
+) -> None:
+    """Compile the blocks, except ``experts``."""
+    cache_dir, fullgraph = plan.job.compile.cache_dir, not plan.has_graph_breaks
+    apply_compile(blocks, cache_dir, fullgraph=fullgraph, options=options)
     for block in blocks:
         tap_compiled_block(block)
     if plan.tp > 1 or plan.ep > 1:
         from weft.parallel.tensor_parallel import materialize_local_weights
 
         for block in blocks:
-            materialize_local_weights(block)
+            materialize_local_weights(block, experts)

@@ -4,7 +4,8 @@ All blocks are alike, so torch.compile compiles one and reuses the result for al
 compile as fast as one, while a graph of the full model would grow with depth.  A block's forward
 pass, with its recomputation (`weft.parallel.activation_checkpoint`), becomes one graph without
 breaks.  Context parallelism, the exchange of expert parallelism and experts in float32 break it;
-then each part is a graph, and the recomputation repeats the parts.  FSDP's hooks stay outside.
+then each part is a graph.  *full* repeats the parts; *selective* and *budget* select what each part
+saves.  FSDP's hooks stay outside.
 `compile.cache_dir` keeps compiled code for the next start.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,12 +29,15 @@ from weft.parallel.private import (
     register_compile_callbacks,
 )
 
+CompileOptions = Mapping[nn.Module, dict[str, Any]]  # of torch.compile, for some modules
+
 
 def apply_compile(
     blocks: Sequence[nn.Module],
     cache_dir: str,
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    options: CompileOptions | None = None,
 ) -> None:
     """Compile each block's forward in place; the compiler runs at its first call.
 
@@ -42,10 +46,16 @@ def apply_compile(
         cache_dir: directory for compiled code.
         fullgraph: fail at a graph break.
         dynamic: compile for sizes that change; None: once one has changed.
+        options: options of torch.compile for some of the blocks.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache_dir).expanduser())
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=fullgraph, dynamic=dynamic)
+        block.forward = torch.compile(
+            block.forward,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            options=options.get(block) if options else None,
+        )
 
 
 NO_GRAPH_CAPTURED = (

@@ -26,6 +26,7 @@ import importlib
 import inspect
 import json
 import logging
+import operator
 import os
 import re
 import socket
@@ -42,6 +43,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy
+
+from weft.parallel.dtensor import shard_like, to_local
 
 ContextFactory = Callable[..., AbstractContextManager[Any]]
 
@@ -122,6 +126,40 @@ def set_activation_memory_budget(share: float) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = share
+
+
+def select_saved_results(
+    policy: Callable[[], Callable[[str], bool]], cache_key: str
+) -> dict[str, Any]:
+    """Return options of torch.compile that save only selected results.
+
+    All others are recomputed.  ``torch.utils.checkpoint`` cannot select in a function whose graph
+    breaks.
+
+    Args:
+        policy: called for each graph.  It returns a function that is called with the names of the
+            forward pass's operators, in order, and returns True to save the result.
+        cache_key: differs for policies that select differently; part of the key of cached code.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class SelectSavedResults(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            should_save, modes = policy(), CheckpointPolicy
+            for node in graph.nodes:
+                if node.meta.get("partitioner_tag") == "is_backward":
+                    continue
+                if node.target is operator.getitem:  # a result of an operator with several
+                    node.meta["recompute"] = node.args[0].meta.get("recompute")
+                elif hasattr(node.target, "name"):  # neither an input nor arithmetic of sizes
+                    is_saved = should_save(node.target.name())
+                    mode = modes.MUST_SAVE if is_saved else modes.PREFER_RECOMPUTE
+                    node.meta["recompute"] = mode
+
+        def uuid(self) -> str:
+            return cache_key
+
+    return {"joint_custom_pre_pass": SelectSavedResults()}
 
 
 def enable_async_tp(group: dist.ProcessGroup) -> None:
@@ -513,8 +551,8 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
         if splits_backward:
             module.weight_gradients.is_deferred = is_input_half
         result = backward(*args, **options)
-        if not is_fsdp_unit(module) or is_input_half:
-            return result
+        if not (is_fsdp_unit(module) and stage.has_backward) or is_input_half:
+            return result  # in an evaluation, `backward` did nothing
         groups = [g for s in _fsdp_state(module)._state_ctx.all_states for g in _param_groups(s)]
         if reduce_scatter:
             for params in groups:
@@ -543,8 +581,12 @@ def _fill_gradients(group: Any) -> None:
     """
     for param in group.fsdp_params:
         weight = getattr(param, "_unsharded_param", None)
-        if weight is not None and weight.requires_grad and param.unsharded_accumulated_grad is None:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if weight is None or not weight.requires_grad or weight.grad is not None:
+            continue
+        if param.unsharded_accumulated_grad is None:
+            local = to_local(weight)  # perhaps in float8, which has no `zeros_like`
+            zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+            weight.grad = shard_like(weight, zeros)
 
 
 def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:

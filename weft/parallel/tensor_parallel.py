@@ -363,13 +363,19 @@ def _with_local_weight(module_class: Any) -> Any:
     return type(module_class.__name__, (LocalWeight, module_class), {})
 
 
-def materialize_local_weights(block: nn.Module) -> None:
+def materialize_local_weights(block: nn.Module, uncompiled: Sequence[nn.Module] = ()) -> None:
     """Convert a compiled block's weights to local tensors before its forward.
 
     So the compiled forward sees plain tensors.  With a DTensor it would also save the mesh, which
     fails with full recomputation in torch 2.13 ("to be Tensors, got types: DeviceMesh").
+
+    Args:
+        block: changed in place.
+        uncompiled: modules to leave as they are.
     """
-    sharded: list[Any] = [m for m in block.modules() if isinstance(m, LocalWeight)]
+    skipped = {module for each in uncompiled for module in each.modules()}
+    modules = (module for module in block.modules() if module not in skipped)
+    sharded: list[Any] = [module for module in modules if isinstance(module, LocalWeight)]
     compiled_forward = block.forward
 
     def forward(*args: Any) -> Any:

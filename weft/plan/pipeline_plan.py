@@ -66,11 +66,6 @@ def resolve_pipeline(
     except InvalidConfig as error:
         errors += error.errors
         return None, 1
-    is_selective = job.activation_checkpoint.mode == "selective"
-    if spec.splits_backward and family.moe_layers and is_selective and job.compile.enable:
-        key, depends = "activation_checkpoint.mode", ("pipeline.schedule", "compile.enable")
-        rule = f"does not work with compile.enable: {spec.name} breaks the graph of experts' blocks"
-        errors.add(key, rule, "use full, none or budget, or 1F1B", depends)
     stages_per_rank = _resolve_stages_per_rank(errors, job, spec)
     num_stages = pp * stages_per_rank
     if spec.actions is not None:

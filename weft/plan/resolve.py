@@ -142,7 +142,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     check_float8(errors, job, model, family, degrees, compute_dtype, emulated)
     check_lora(errors, job, model, family, degrees)
     check_optimizer(errors, job, model, family)
-    check_sections(errors, job, model, family, degrees, compute_dtype)
+    check_sections(errors, job, model, degrees)
     batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes)
     errors.raise_any()
 

@@ -26,14 +26,11 @@ def check_sections(
     errors: ConfigErrors,
     job: Job,
     model: Any,
-    family: Family,
     degrees: ParallelDims,
-    compute_dtype: str,
 ) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
-    has_one_graph = family.moe_layers is None or compute_dtype == "bfloat16"
-    _check_activation_checkpoint(errors, job, has_one_graph)
+    _check_activation_checkpoint(errors, job)
     _check_objective(errors, job)
     _check_mtp(errors, job, model)
     if job.train.epochs and job.train.steps != "auto":
@@ -196,23 +193,12 @@ def _uses_flex_attention(job: Job, model: Any, cp: int) -> bool:
     )
 
 
-def _check_activation_checkpoint(errors: ConfigErrors, job: Job, has_one_graph: bool) -> None:
-    key, mode = "activation_checkpoint.mode", job.activation_checkpoint.mode
-    if not job.compile.enable:
-        return
-    if mode == "budget" and job.activation_checkpoint.every_n_layers > 1:
-        rule = "has no effect: the compiler applies one budget to all blocks"
-        every = "activation_checkpoint.every_n_layers"
-        errors.add(every, rule, "use 1", (key, "compile.enable"))
-    if mode == "selective" and not (has_one_graph and job.parallel.cp == job.parallel.ep == 1):
-        # Selection inspects operators; a graph that breaks hides those of its parts.
-        rule = (
-            "does not work with compile.enable if parallel.cp, parallel.ep or experts in float32 "
-            "break a block's graph"
-        )
-        remedy = "use full, none or budget, or compile.enable=false"
-        depends = ("parallel.cp", "parallel.ep", "precision.compute_dtype", "model.kind")
-        errors.add(key, rule, remedy, ("compile.enable", *depends))
+def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:
+    is_budget = job.compile.enable and job.activation_checkpoint.mode == "budget"
+    if is_budget and job.activation_checkpoint.every_n_layers > 1:
+        key, rule = "every_n_layers", "has no effect: the compiler applies one budget to all blocks"
+        depends = ("activation_checkpoint.mode", "compile.enable")
+        errors.add(f"activation_checkpoint.{key}", rule, "use 1", depends)
 
 
 def _check_objective(errors: ConfigErrors, job: Job) -> None:

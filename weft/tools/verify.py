@@ -282,6 +282,9 @@ def compute_limits(
         for name, error in errors.items():
             largest[_without_layer(name)] = max(error, largest.get(_without_layer(name), 0.0))
         noise |= {(kind, name): largest[_without_layer(name)] for name in errors}
+    if compute_dtype == "bfloat16":
+        # Rounding moves tokens to other experts, and biases by the signs of the loads' errors.
+        noise |= {key: 2.0 for key in noise if key[1].endswith("router.expert_bias")}
     floor = FLOOR[compute_dtype]
     return {key: FLOORS.get(key[0], floor) + FACTOR * error for key, error in noise.items()}
 
