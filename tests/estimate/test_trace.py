@@ -406,6 +406,7 @@ def test_traces_collective_without_a_price_is_an_error() -> None:
         trace_ranks(resolve(job, Machine("cpu", devices=2, world_size=2)))
 
 
+@pytest.mark.slow
 def test_traces_attention_between_compiled_parts_saves_its_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

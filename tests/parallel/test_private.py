@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.fake import counted_step
 from tests.harness import run_ranks
@@ -553,3 +554,29 @@ def test_create_tcp_store_listens_on_one_interface(host: str) -> None:
             if state == "0A" and int(local.rpartition(":")[2], 16) == store.port:
                 addresses.add(local.rpartition(":")[0])
     assert addresses == {"00000000000000000000000001000000" if host == "::1" else "0100007F"}
+
+
+def test_selected_results_are_tagged_for_the_partitioner() -> None:
+    """The compiler reads the tags of the forward pass, and caches code by the policy."""
+    from torch._functorch.partitioners import must_recompute
+    from torch._inductor import config
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    result = graph.call_function(torch.ops.aten.relu.default, (product,))
+    grad = graph.call_function(torch.ops.aten.relu.default, (result,))
+    grad.meta["partitioner_tag"] = "is_backward"
+    options = private.select_saved_results(lambda: lambda name: name == "aten::mm", "a")
+    (name,) = options
+    assert hasattr(config, name)
+    options[name](graph)
+    assert [must_recompute(node) for node in (x, product, result, grad)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert product.meta["recompute"] == CheckpointPolicy.MUST_SAVE
+    other = private.select_saved_results(lambda: lambda name: False, "b")[name]
+    assert options[name].uuid() != other.uuid()

@@ -115,7 +115,7 @@ def apply_activation_checkpoint(
             block.forward = MethodType(forward, block)
 
 
-def select_in_parts(
+def selective_compile_options(
     blocks: Sequence[nn.Module], section: ActivationCheckpointSection
 ) -> dict[nn.Module, dict[str, Any]]:
     """Return options of torch.compile for blocks whose graph breaks.

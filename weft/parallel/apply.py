@@ -18,7 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.config.errors import lookup
 from weft.models import Family
 from weft.models.family import TensorParallelSpec
-from weft.parallel.activation_checkpoint import apply_activation_checkpoint, select_in_parts
+from weft.parallel.activation_checkpoint import (
+    apply_activation_checkpoint,
+    selective_compile_options,
+)
 from weft.parallel.compile import CompileOptions, apply_compile
 from weft.parallel.context_parallel import apply_context_parallel
 from weft.parallel.data_parallel import apply_fsdp
@@ -90,7 +93,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if plan.tp > 1:
         _shard_tensors(model, plan, mesh, sharding, moe_layers)
     has_parts = plan.is_compiled and plan.has_graph_breaks
-    options = select_in_parts(blocks, job.activation_checkpoint) if has_parts else {}
+    options = selective_compile_options(blocks, job.activation_checkpoint) if has_parts else {}
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh, options)

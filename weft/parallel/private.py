@@ -141,7 +141,7 @@ def select_saved_results(
             forward pass's operators, in order, and returns True to save the result.
         cache_key: differs for policies that select differently; part of the key of cached code.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class SelectSavedResults(CustomGraphPass):
         def __call__(self, graph: Any) -> None:
@@ -156,8 +156,8 @@ def select_saved_results(
                     mode = modes.MUST_SAVE if is_saved else modes.PREFER_RECOMPUTE
                     node.meta["recompute"] = mode
 
-        def uuid(self) -> str:
-            return cache_key
+        def uuid(self) -> bytes:
+            return get_hash_for_files((__file__,), cache_key)
 
     return {"joint_custom_pre_pass": SelectSavedResults()}
 
