@@ -195,6 +195,7 @@ def test_chat_on_a_terminal_stops_an_answer_and_ends(run_dir: Path) -> None:
         process.send_signal(signal.SIGINT)
         screen.wait_for("(stopped)")
         screen.wait_for("> ")
+        time.sleep(1)  # `input` loses a signal between its prompt and its read
         process.send_signal(signal.SIGINT)
         screen.wait_for("Ctrl-D or /exit ends the chat")
         screen.wait_for("> ")
