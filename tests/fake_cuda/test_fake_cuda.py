@@ -140,6 +140,39 @@ def test_float8_experts_wait_for_nothing(recipe: str, cluster: str) -> None:
     assert counts["matmuls"]["float8"] == 2 * 2 * 3 * 4
 
 
+# Fails where the host would read a number of rows: all such places handle fake tensors.
+READ_ROWS = """
+import sys
+from weft.parallel import expert_dispatch
+is_fake = expert_dispatch.is_fake
+def check(x):
+    name = sys._getframe(1).f_code.co_name
+    assert name == 'occurred', f'{name} reads numbers of rows'
+    return is_fake(x)
+expert_dispatch.is_fake = check
+"""
+PADDED = ("qwen3-30b-a3b", "model.num_layers=2", "parallel.ep_dispatch=padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_padded_exchange_of_experts_waits_in_no_layer(mode: str) -> None:
+    counts = count(
+        *(*PADDED, f"activation_checkpoint.mode={mode}", "compile.enable=true"), fault=READ_ROWS
+    )
+    assert counts["host_waits"] == {}
+    # Of each microbatch and layer: counts, and rows there and back; gradients of rows, twice.  Full
+    # recomputation repeats the first three.
+    exchanges = counts["collectives"]["all_to_all ep"] / counts["microbatches"]
+    assert exchanges == 2 * {"full": 8, "selective": 5}[mode]
+
+
+@pytest.mark.slow
+def test_fault_exact_sizes_of_experts_are_found() -> None:
+    with pytest.raises(RuntimeError, match="reads numbers of rows"):
+        count(*PADDED, "parallel.ep_dispatch=alltoall", fault=READ_ROWS)
+
+
 # Gives the thread of a backward pass the modes of the main thread, and checks who hands over: on a
 # GPU autograd runs in its own thread, which this thread waits for.
 PAIRED_PASSES = """
