@@ -10,7 +10,12 @@ import pytest
 from tests.layouts import parse
 from tests.small import small_job
 from weft.estimate.trace import trace_ranks
-from weft.estimate.trace_memory import MIB, CachingAllocator, simulate_memory
+from weft.estimate.trace_memory import (
+    MIB,
+    CachingAllocator,
+    add_paired_passes,
+    simulate_memory,
+)
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 
@@ -237,3 +242,22 @@ def test_memory_accumulated_gradients_are_categorized_as_gradients(schedule: str
         live = simulate_memory(trace, caching=False).live_bytes
         # bfloat16 gradients of the latest microbatch are live too.
         assert 0.95 <= live["gradients"] / live["optimizer"] <= 1.5
+
+
+@pytest.mark.slow
+def test_memory_of_paired_passes_has_the_temporaries_of_both() -> None:
+    """A forward pass adds at most what it allocates and frees; its activations stay."""
+    ranks, overrides = parse(
+        "dp_shard2 pp2 ep=2 pipeline.schedule=DualPipeV model.kind=moe model.preset=toy-moe "
+        "train.microbatch_size=1 train.global_batch_size=8"
+    )
+    plan = resolve(small_job(*overrides), Machine("cpu", devices=2, world_size=ranks))
+    assert plan.overlaps_exchanges
+    for trace in trace_ranks(plan):
+        alone = simulate_memory(trace, caching=False)
+        paired = add_paired_passes(alone, trace)
+        added = paired.live_bytes["temporaries"] - alone.live_bytes["temporaries"]
+        events = trace.extrapolation.segment_events((0, "F", 0))
+        freed = -sum(min(0, event.bytes) for event in events)
+        assert 0 < added <= freed
+        assert paired.reserved == alone.reserved + added

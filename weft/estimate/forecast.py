@@ -20,7 +20,12 @@ from weft.estimate.cost import (
 )
 from weft.estimate.trace import RankTrace, collective_bytes, trace_ranks
 from weft.estimate.trace_cache import load_or_compute
-from weft.estimate.trace_memory import RankMemory, peak_live_bytes, simulate_memory
+from weft.estimate.trace_memory import (
+    RankMemory,
+    add_paired_passes,
+    peak_live_bytes,
+    simulate_memory,
+)
 from weft.estimate.trace_to_cost import build_step
 from weft.plan.devices import GIB, Device
 from weft.plan.plan import Machine, Plan
@@ -221,6 +226,8 @@ def price_traces(
     memory = simulate_memory(
         rank_traces[index].shortened(), on_gpu, allocator_capacity, plan.cpu_offload
     )
+    if plan.overlaps_exchanges:
+        memory = add_paired_passes(memory, rank_traces[index])
     time_breakdown = timeline = None
     if device is not None:
         hardware = build_hardware(plan, device)

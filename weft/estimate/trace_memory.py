@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Container
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
 
 from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpLocation, OpTrace
@@ -192,25 +192,45 @@ def simulate_memory(
     return RankMemory(peak_by_category, peak_location, reserved, tuple(timeline))
 
 
+def add_paired_passes(memory: RankMemory, trace: RankTrace) -> RankMemory:
+    """Add the largest temporary memory of a forward pass to the peak of the backward passes.
+
+    An upper bound for passes that take turns: see `weft.parallel.pass_overlap`.
+    """
+    forward = max(
+        (peak - max(0, total) for (_, kind, _), total, peak in _segment_sums(trace) if kind == "F"),
+        default=0,
+    )
+    backward = max((peak for location, peak in memory.timeline if location.kind in "BI"), default=0)
+    added = max(0, backward + forward - sum(memory.live_bytes.values()))
+    live = memory.live_bytes | {"temporaries": memory.live_bytes["temporaries"] + added}
+    return replace(memory, live_bytes=live, reserved=memory.reserved + added)
+
+
 def peak_live_bytes(trace: RankTrace) -> int:
     """Return the peak of live bytes in the passes of a later step."""
-    segment_sums: dict[tuple[int, Segment], tuple[int, int]] = {}
     live = sum(trace.extrapolation.initial_bytes.values())
     for kind in ("start", "optimizer"):  # buffers and optimizer states that stay
         live += sum(event.bytes for event in trace.extrapolation.segment_events((0, kind, 0)))
     peak = live
-    for segment in trace.actions:
-        source = segment[0], trace.extrapolation.source_segment(segment)
-        if source not in segment_sums:
-            total = peak_in_segment = 0
-            for event in trace.extrapolation.segment_events(segment):
-                total += event.bytes
-                peak_in_segment = max(peak_in_segment, total)
-            segment_sums[source] = total, peak_in_segment
-        total, peak_in_segment = segment_sums[source]
+    for _, total, peak_in_segment in _segment_sums(trace):
         peak = max(peak, live + peak_in_segment)
         live += total
     return peak
+
+
+def _segment_sums(trace: RankTrace) -> Iterator[tuple[Segment, int, int]]:
+    """Yield each pass, the bytes that it leaves, and its peak; both relative to its start."""
+    segment_sums: dict[Segment, tuple[int, int]] = {}
+    for segment in trace.actions:
+        source = (segment[0], *trace.extrapolation.source_segment(segment)[1:])
+        if source not in segment_sums:
+            total = peak = 0
+            for event in trace.extrapolation.segment_events(segment):
+                total += event.bytes
+                peak = max(peak, total)
+            segment_sums[source] = total, peak
+        yield segment, *segment_sums[source]
 
 
 # --------------------------------------------------------------------------- allocator
