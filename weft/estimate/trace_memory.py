@@ -193,7 +193,7 @@ def simulate_memory(
 
 
 def add_paired_passes(memory: RankMemory, trace: RankTrace) -> RankMemory:
-    """Add the largest temporary memory of a forward pass to the peak of the backward passes.
+    """Add the temporaries of a forward pass to the peak of the backward passes.
 
     An upper bound for passes that take turns: see `weft.parallel.pass_overlap`.
     """
