@@ -220,7 +220,7 @@ def peak_live_bytes(trace: RankTrace) -> int:
 
 
 def _segment_sums(trace: RankTrace) -> Iterator[tuple[Segment, int, int]]:
-    """Yield each pass, the bytes that it leaves, and its peak; both relative to its start."""
+    """Yield each pass, the bytes that it leaves, and its peak above its start."""
     segment_sums: dict[Segment, tuple[int, int]] = {}
     for segment in trace.actions:
         source = (segment[0], *trace.extrapolation.source_segment(segment)[1:])
