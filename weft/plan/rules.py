@@ -22,12 +22,7 @@ from weft.plan.shard_sizes import chunk_range, query_heads
 MAX_PROFILED_STEPS = 20
 
 
-def check_sections(
-    errors: ConfigErrors,
-    job: Job,
-    model: Any,
-    degrees: ParallelDims,
-) -> None:
+def check_sections(errors: ConfigErrors, job: Job, model: Any, degrees: ParallelDims) -> None:
     """Check keys that conflict with each other on every machine."""
     _check_replica_groups(errors, job, degrees)
     _check_activation_checkpoint(errors, job)
