@@ -26,21 +26,18 @@ _CONSTANTS: dict[str, Any] = {
     "balance_rate": 0.0,
 }
 _TEMPERATURE: dict[str, Any] = {"temperature_interval": 8192, "temperature_scale": 0.1}
-_LLAMA4: dict[str, Any] = (
-    _CONSTANTS
-    | _TEMPERATURE
-    | {
-        "num_layers": 48,
-        "dim": 5120,
-        "num_heads": 40,
-        "active_experts": 1,
-        "expert_dim": 8192,
-        "layer_pattern": "LLLG",
-        "rope_pattern": "RRRN",
-        "attention_chunk": 8192,
-        "vocab_size": 202048,
-    }
-)
+_LLAMA4: dict[str, Any] = _CONSTANTS | _TEMPERATURE
+_LLAMA4 |= {
+    "num_layers": 48,
+    "dim": 5120,
+    "num_heads": 40,
+    "active_experts": 1,
+    "expert_dim": 8192,
+    "layer_pattern": "LLLG",
+    "rope_pattern": "RRRN",
+    "attention_chunk": 8192,
+    "vocab_size": 202048,
+}
 
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(
@@ -114,10 +111,7 @@ HF_MAPPING = HFMapping(
     rope=HFRope(theta=500000.0),
     rope_layers="no_rope_layers",
     expert_layers="moe_layers",
-    names={
-        "mlp": "feed_forward",
-        "mlp.shared_experts": "feed_forward.shared_expert",
-    },
+    names={"mlp": "feed_forward", "mlp.shared_experts": "feed_forward.shared_expert"},
     experts="feed_forward.experts",
     stacked=StackedExperts(
         gate_up="feed_forward.experts.gate_up_proj",
