@@ -114,7 +114,10 @@ def test_frozen_float8_product_of_experts_is_that_of_each_expert(kind: str) -> N
             torch.testing.assert_close(grad_e, expected_x[0], rtol=1e-4, atol=1e-4)
 
 
-EXPERTS = "model.kind=moe model.preset=toy-moe model.num_experts=4 model.expert_dim=128"
+EXPERTS = (
+    "model.kind=moe model.preset=toy-moe model.num_experts=4 model.expert_dim=128 "
+    "model.expert_biases=true"
+)
 BOUNDS = {
     "dp_shard2 precision.float8=tensorwise": EQUAL,
     "dp_shard2 precision.float8=mxfp8 lora.quantize=nf4": EQUAL,

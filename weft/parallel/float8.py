@@ -145,7 +145,8 @@ class Float8AllGather:
         self._shards: dict[dist.ProcessGroup, list[_Float8Shard]] = {}
         for param in iter_sharded_parameters(model_parts):
             is_expert = is_float8_expert(param.module)
-            is_weight = param.local.dim() == (3 if is_expert else 2)
+            # Biases of experts are matrices, too.
+            is_weight = param.name == "weight" and param.local.dim() == (3 if is_expert else 2)
             is_float8 = is_expert or float8_layer(param.module) is not None
             if is_weight and is_float8 and param.is_even:
                 shard = _Float8Shard(param.local, param.module, param.group)

@@ -389,6 +389,7 @@ class ShardedParameter(NamedTuple):
     """A parameter that FSDP has sharded."""
 
     module: nn.Module  # which has the parameter
+    name: str  # in the module
     local: Tensor  # this rank's shard, sharing memory
     is_even: bool  # dim 0 is sharded, and all shards have the same size
     group: dist.ProcessGroup  # of the ranks that hold the shards
@@ -406,8 +407,8 @@ def iter_sharded_parameters(model_parts: Iterable[nn.Module]) -> Iterator[Sharde
                 rows, size = param._orig_size[0], param.shard_mesh.size()
                 is_even = rows % size == 0 and param.fsdp_placement.dim == 0
                 local = param.sharded_param._local_tensor
-                owner = param._module_info.module
-                yield ShardedParameter(owner, local, is_even, param.shard_mesh.get_group())
+                owner = param._module_info.module, param._module_info.param_name
+                yield ShardedParameter(*owner, local, is_even, param.shard_mesh.get_group())
 
 
 def set_all_gather_hooks(
