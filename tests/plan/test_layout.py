@@ -130,18 +130,6 @@ REFUSALS = [
      "pp=2"),
     ("pp=2 pipeline.schedule=LoopedBFS pipeline.stages_per_rank=1", 2, "pipeline.stages_per_rank",
      "interleaves several stages", "2 or more", "pp=2 pipeline.schedule=LoopedBFS"),
-    ("pp=2 pipeline.schedule=ZBVZeroBubble model.kind=moe model.preset=toy-moe compile.enable=true "
-     "activation_checkpoint.mode=selective precision.compute_dtype=bfloat16", 2,
-     "activation_checkpoint.mode", "ZBVZeroBubble breaks the graph of experts' blocks",
-     "full, none or budget, or 1F1B",
-     "pp=2 pipeline.schedule=1F1B model.kind=moe model.preset=toy-moe compile.enable=true "
-     "activation_checkpoint.mode=selective precision.compute_dtype=bfloat16"),
-    ("cp=2 compile.enable=true activation_checkpoint.mode=selective", 2,
-     "activation_checkpoint.mode", "break a block's graph",
-     "use full, none or budget", "cp=2 compile.enable=true activation_checkpoint.mode=full"),
-    ("model.kind=moe model.preset=toy-moe compile.enable=true activation_checkpoint.mode=selective",
-     2, "activation_checkpoint.mode", "break a block's graph", "use full, none or budget",
-     "model.kind=moe model.preset=toy-moe compile.enable=true activation_checkpoint.mode=full"),
     ("pp=2 pipeline.layers_per_stage=[4,5]", 2, "pipeline.layers_per_stage", "9", "",
      "pp=2 pipeline.layers_per_stage=[4,4]"),
     ("pp=2 pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "1", "",
