@@ -190,14 +190,14 @@ COMBINATIONS: list[tuple[tuple[str, ...], Overrides]] = [
 
 # What other trainers do, by the key that a reason begins with.
 ELSEWHERE = {
-    "parallel.cp_load_balance": "DeepSpeed's Ulysses does not balance documents either: each rank "
-    "attends to full sequences with its share of the heads.",
+    "parallel.cp_load_balance": "In DeepSpeed's Ulysses, too, each rank attends to full sequences "
+    "with its share of the heads (documentation of transformers).",
     "model.mtp_layers": "NeMo RL trains these layers beside GRPO (NVIDIA-NeMo/RL pull request "
-    "2801, June 2026); its guide to DPO (0.6.0) does not mention them.",
+    "2801, June 2026); nothing about DPO was found.",
     "optim.qk_clip_threshold": "Megatron-LM multiplies the projections of queries and keys in "
-    "place (`clip_qk` in `megatron/core/transformer`), without a rule for adapters.",
-    "activation_checkpoint.every_n_layers": "PyTorch has one budget per process, which TorchTitan "
-    "sets, too.",
+    "place (`clip_qk` of latent attention was read), without a rule for adapters.",
+    "activation_checkpoint.every_n_layers": "PyTorch has one budget per process "
+    "(`torch._functorch.config.activation_memory_budget`).",
     "resilience.lighthouse": "TorchTitan's trainer with TorchFT is an experiment with FSDP (issue "
     "4208 of pytorch/torchtitan, August 2026).",
 }
