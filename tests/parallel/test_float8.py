@@ -34,7 +34,7 @@ from weft.models import load_family
 from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
 from weft.parallel import apply
-from weft.parallel.float8 import apply_float8
+from weft.parallel.float8 import apply_float8, get_converter
 from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
 from weft.train.setup import build
@@ -558,6 +558,21 @@ def test_float8_training_loss_equals_float32(recipe: str, store_path: Path, tmp_
     assert last < 0.75 * first
     assert sum(ours[-5:]) / 5 == pytest.approx(last, rel=1e-2)
     assert ours != plain
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_linear_accepts_strided_rows(recipe: str) -> None:
+    """Context-parallel attention of one head returns a slice of padded heads."""
+    torch.manual_seed(0)
+    layer = get_converter(recipe, emulate=True)(nn.Linear(64, 32))
+    strided = torch.randn(2, 16, 96)[..., :64]
+    results = []
+    for x in (strided, strided.contiguous()):
+        x = x.detach().requires_grad_()
+        out = layer(x)
+        grads = torch.autograd.grad(out.square().sum(), [x, layer.weight])
+        results.append([out, *grads])
+    assert all(map(torch.equal, *results))
 
 
 # --------------------------------------------------------------------------- torchao

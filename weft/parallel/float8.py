@@ -131,7 +131,8 @@ class MXLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply in MXFP8, and add the bias."""
-        out: Tensor = self.function.apply(input, self.weight, *self.options)
+        # torchao's cast refuses strided rows, which attention over chunks may return.
+        out: Tensor = self.function.apply(input.contiguous(), self.weight, *self.options)
         return out if self.bias is None else out + self.bias
 
 
