@@ -141,10 +141,10 @@ def test_entry_word_without_a_value_is_refused() -> None:
 
 def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
     container = single_container(tmp_path, training=tmp_path / "data")
-    words, run_dir = train_arguments(
+    words, job = train_arguments(
         [("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container
     )
-    assert (words[0], run_dir) == ("demo", tmp_path / "checkpoints")
+    assert (words[0], job.run.dir) == ("demo", f"{tmp_path}/checkpoints")
     assert pairs(words) == {
         "--train.steps": "5",
         "--data.path": f"{tmp_path}/data",

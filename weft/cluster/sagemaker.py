@@ -98,7 +98,7 @@ def render(request: JobRequest) -> str:
     if "kms_key" in options:
         body["OutputDataConfig"]["KmsKeyId"] = options["kms_key"]
     if "tags" in options:
-        pairs = [tag.partition("=") for tag in options["tags"].split("+")]
+        pairs = [tag.partition(":") for tag in options["tags"].split("+")]
         body["Tags"] = [{"Key": key, "Value": value} for key, _, value in pairs]
     return json.dumps(body, indent=2) + "\n"
 

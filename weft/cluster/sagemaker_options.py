@@ -96,11 +96,12 @@ OPTIONS = {
         "must be the ID or the ARN of a KMS key, not an alias",
         "use arn:aws:kms:REGION:ACCOUNT:key/ID",
     ),
+    # With ':', because '=' ends the name of an option on the command line.
     "tags": Option(
-        "tags of the job: KEY=VALUE, joined by '+'",
-        r"(?!aws:)[^=+]{1,128}=[^=+]{0,256}(\+(?!aws:)[^=+]{1,128}=[^=+]{0,256}){0,49}",
-        "must be up to 50 tags, KEY=VALUE joined by '+', none of which begins with aws:",
-        "use team=nlp+project=llm",
+        "tags of the job: KEY:VALUE, joined by '+'",
+        r"(?!aws:)[^:+]{1,128}:[^+]{0,256}(\+(?!aws:)[^:+]{1,128}:[^+]{0,256}){0,49}",
+        "must be up to 50 tags, KEY:VALUE joined by '+', none of which begins with aws:",
+        "use team:nlp+project:llm",
     ),
 }
 # Options that are durations: minimum and maximum in seconds, and the rule.

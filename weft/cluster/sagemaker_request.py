@@ -69,7 +69,7 @@ ORIGINS = {
     "StoppingCondition.MaxPendingTimeInSeconds": Origin(
         "launch.options.max_pending", "use 0:30:00 to 28-00:00:00"
     ),
-    "Tags": Origin("launch.options.tags", "use up to 50 tags, KEY=VALUE joined by '+'"),
+    "Tags": Origin("launch.options.tags", "use up to 50 tags, KEY:VALUE joined by '+'"),
     "VpcConfig.SecurityGroupIds": Origin(
         "launch.options.security_groups", "use up to 5 IDs of the form sg-..., joined by '+'"
     ),
@@ -157,7 +157,7 @@ def _check_text(value: str, shape: Any, path: str) -> Iterator[ConfigError]:
 
 def _error(path: str, value: Any, rule: str, known: list[str] | None = None) -> ConfigError:
     """Return the error of a field, with the key that sets it and a remedy."""
-    path = path[1:]
+    path = path[1:] or "request"
     text = value if value is MISSING or isinstance(value, int) else str(value)
     if isinstance(text, str) and len(text) > SHOWN_CHARACTERS:
         text = text[:SHOWN_CHARACTERS] + "..."

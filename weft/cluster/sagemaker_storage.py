@@ -190,47 +190,58 @@ class Questions:
 # --------------------------------------------------------------------------- the container
 
 
-def link_file_systems(
-    channels: Mapping[str, Path], paths: Mapping[str, Mapping[str, str]], mounts: str, root: Path
-) -> ConfigErrors:
-    """Link /fsx and /efs to their channels, after a check that these are mounted.
+def link_file_systems(channels: Mapping[str, Path], mounts: str, root: Path) -> ConfigErrors:
+    """Link /fsx and /efs to the channels of these names, after a check that these are mounted.
 
     Args:
         channels: directories of the channels, by name.
-        paths: for fsx and efs the paths of the recipe, by key.
         mounts: content of /proc/self/mountinfo.
         root: the directory ``/``.
-
-    Returns:
-        The errors: training must not start, because it would write to the container's disk.
     """
     errors = ConfigErrors()
-    for name, kind in FILE_SYSTEMS.items():
-        link, channel = root / name, channels.get(name)
-        remedy = f"mount {kind.title}: --launch.options {name}=..., or in an estimator a "
-        remedy += f"FileSystemInput as the channel {name}; see docs/sagemaker.md"
-        if channel is None:
-            if paths[name] and (rule := check_type(link, kind, mounts)):
-                for key, path in paths[name].items():
-                    errors.add(key, f"is below /{name}, which {rule}", remedy, value=path)
-        elif rule := check_type(channel, kind, mounts):
-            errors.add(f"channel {name}", rule, remedy)
-        else:
-            try:
-                with suppress(FileExistsError):  # another rank has made it, or the image
-                    link.symlink_to(channel)
-                if rule := check_type(link, kind, mounts):
-                    remedy = f"remove /{name} from the image: it hides the channel {name}"
-                    errors.add(f"/{name}", rule, remedy)
-            except OSError as error:
-                rule = f"cannot become a link to {channel}: {error.strerror}"
-                remedy = f"add to the image's Dockerfile: RUN ln -s {CHANNELS}/{name} /{name}"
+    for name in FILE_SYSTEMS.keys() & channels.keys():
+        link, channel = root / name, channels[name]
+        if rule := check_type(channel, name, mounts):
+            errors.add(f"channel {name}", rule, mount_remedy(name))
+            continue
+        try:
+            with suppress(FileExistsError):  # another rank has made it, or the image
+                link.symlink_to(channel)
+            if rule := check_type(link, name, mounts):
+                remedy = f"remove /{name} from the image: it hides the channel {name}"
                 errors.add(f"/{name}", rule, remedy)
+        except OSError as error:
+            rule = f"cannot become a link to {channel}: {error.strerror}"
+            remedy = f"add to the image's Dockerfile: RUN ln -s {CHANNELS}/{name} /{name}"
+            errors.add(f"/{name}", rule, remedy)
     return errors
 
 
-def check_type(path: Path, kind: FileSystem, mounts: str) -> str:
+def check_mounts(job: Job, mounts: str, root: Path) -> ConfigErrors:
+    """Check that /fsx and /efs are mounted, if the job has paths below them.
+
+    Training would otherwise write to the container's disk, which is lost with the job.
+    """
+    errors = ConfigErrors(job)
+    for name in FILE_SYSTEMS:
+        paths = find_paths(job, name)
+        if paths and (rule := check_type(root / name, name, mounts)):
+            for key, path in paths.items():
+                errors.add(key, f"is below /{name}, which {rule}", mount_remedy(name), value=path)
+    return errors
+
+
+def check_type(path: Path, name: str, mounts: str) -> str:
     """Return a rule that the file system of a path breaks, or nothing."""
-    mount_type, _ = find_mount(path.resolve(), mounts)
+    kind, (mount_type, _) = FILE_SYSTEMS[name], find_mount(path.resolve(), mounts)
     is_right = mount_type in kind.mount_types
     return "" if is_right else f"is not {kind.title}, but of type {mount_type or 'unknown'}"
+
+
+def mount_remedy(name: str) -> str:
+    """Return how a job mounts the file system of a channel."""
+    kind = FILE_SYSTEMS[name]
+    return (
+        f"mount it with --launch.options {name}=..., or in an estimator with a FileSystemInput of "
+        f"type {kind.type} as the channel {name}; see docs/sagemaker.md"
+    )

@@ -11,9 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from weft.config.escaping import escape_controls, raw_stream
 from weft.monitor.step_record import StepRecord
 
-
-# Metrics of a step, and of a validation, by the fields of `StepRecord`.  The lines have plain numbers
-# in the units of metrics.jsonl, because log collectors read them: see `weft.cluster.cloudwatch`.
+# Lines of a step and of a validation, by the fields of `StepRecord`.  The numbers are plain, in the
+# units of metrics.jsonl, because log collectors read them: see `weft.cluster.cloudwatch`.
 STEP_LINE = (
     "loss {loss:.4f}  {tokens_per_second:.0f} tokens/s  MFU {mfu:.3f}  grad norm {grad_norm:.3f}  "
     "lr {lr:.2e}  memory {memory_peak_gib:.2f} GiB  goodput {goodput:.3f}"
