@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -19,7 +20,8 @@ from weft.cluster import sagemaker, sagemaker_options
 from weft.cluster.cloudwatch import metric_definitions
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.cluster.sagemaker_request import request_shape, to_python
-from weft.config.errors import WeftError
+from weft.cluster.submit import JobRequest
+from weft.config.errors import InvalidConfig, WeftError
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 
@@ -489,19 +491,24 @@ class Service(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[str, Any]] = []
-        self.answers: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self.answers: dict[str, list[tuple[int, dict[str, Any] | str]]] = {}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Service
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        operation = self.headers["X-Amz-Target"].partition(".")[2]
-        self.server.requests.append((operation, json.loads(body)))
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if "X-Amz-Target" in self.headers:
+            operation = self.headers["X-Amz-Target"].partition(".")[2]
+            self.server.requests.append((operation, json.loads(body)))
+        else:  # EC2, with XML
+            query = dict(parse_qsl(body))
+            operation = query["Action"]
+            self.server.requests.append((operation, query))
         answers = self.server.answers[operation]
         code, answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        self.answer(code, json.dumps(answer).encode())
+        self.answer(code, (answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -552,6 +559,57 @@ def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None
     assert body["InputDataConfig"][0]["ChannelName"] == "recipe"
 
 
+SUBNETS = "<R><subnetSet><item><vpcId>vpc-1</vpcId></item></subnetSet></R>"
+
+
+def fsx_request() -> JobRequest:
+    options = OPTIONS | VPC | {"fsx": FSX, "region": "us-east-1"}
+    return request(IMAGE, ("data.path", "/fsx/web"), options=options)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_submit_verifies_the_file_system(service: Service, tmp_path: Path, is_right: bool) -> None:
+    name, vpc = ("abcdefgh", "vpc-1") if is_right else ("zyxwvuts", "vpc-2")
+    answer = {"FileSystems": [{"VpcId": vpc, "LustreConfiguration": {"MountName": name}}]}
+    service.answers = {
+        "DescribeSubnets": [(200, SUBNETS)],
+        "DescribeFileSystems": [(200, answer)],
+        "CreateTrainingJob": [(200, {"TrainingJobArn": ARN})],
+    }
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(fsx_request()))
+    if is_right:
+        assert sagemaker.submit(path, fsx_request()) == ARN
+    else:
+        with pytest.raises(InvalidConfig) as caught:
+            sagemaker.submit(path, fsx_request())
+        first, second = (error.rule for error in caught.value.errors)
+        assert "the mount name of fs-0123456789abcdef0, which is zyxwvuts" in first
+        assert second == "is in vpc-2, but launch.options.subnets are in vpc-1"
+    asked = [operation for operation, _ in service.requests]
+    assert asked[:2] == ["DescribeSubnets", "DescribeFileSystems"]
+    assert ("CreateTrainingJob" in asked) == is_right
+
+
+def test_submit_without_permission_to_verify_warns(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    denied = "<R><Errors><Error><Code>UnauthorizedOperation</Code></Error></Errors></R>"
+    service.answers = {
+        "DescribeSubnets": [(403, denied)],
+        "DescribeFileSystems": [(400, {"__type": "AccessDeniedException", "message": "no"})],
+        "CreateTrainingJob": [(200, {"TrainingJobArn": ARN})],
+    }
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(fsx_request()))
+    assert sagemaker.submit(path, fsx_request()) == ARN
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        "weft: launch.options.subnets was not verified: AWS denies ec2:describe_subnets",
+        "weft: launch.options.fsx was not verified: AWS denies fsx:describe_file_systems",
+    ]
+
+
 def test_submit_refusal_of_the_service_is_reported(service: Service, tmp_path: Path) -> None:
     refused = {"__type": "ResourceInUse", "message": "names must be unique"}
     service.answers["CreateTrainingJob"] = [(400, refused)]
@@ -572,7 +630,7 @@ def test_submit_without_a_region_is_refused(
         sagemaker.submit(path, REQUESTS["one"])
 
 
-def job(state: str, **extra: Any) -> tuple[int, dict[str, Any]]:
+def job(state: str, **extra: Any) -> tuple[int, dict[str, Any] | str]:
     resources = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2, "VolumeSizeInGB": 1}
     return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **extra}
 
@@ -603,10 +661,13 @@ def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.Monk
         number = f"{host}-{time}-{line}"
         return {"logStreamName": stream, "timestamp": time, "message": line, "eventId": number}
 
-    def page(*events: dict[str, Any], **token: str) -> tuple[int, dict[str, Any]]:
+    def page(*events: dict[str, Any], **token: str) -> tuple[int, dict[str, Any] | str]:
         return 200, {"events": events, **token}
 
-    none = (400, {"__type": "ResourceNotFoundException", "message": "no group"})
+    none: tuple[int, dict[str, Any] | str] = (
+        400,
+        {"__type": "ResourceNotFoundException", "message": "no group"},
+    )
     a, b = event("algo-1", 100_000, "a"), event("algo-1", 100_000, "b")
     late, c = event("algo-2", 99_000, "late"), event("algo-1", 100_001, "c")
     service.answers = {

@@ -130,7 +130,9 @@ def test_example_of_the_page_runs(
     monkeypatch.chdir(tmp_path)
     options = "\n".join(f'{name} = "{value}"' for name, value in OPTIONS.items())
     image = f'[launch]\nimage = "{IMAGE[1]}"\n[launch.options]\n{options}\n'
-    (tmp_path / "mine.toml").write_text(f'extends = "demo"\n{image}')
+    (tmp_path / "mine.toml").write_text(
+        f'extends = "demo"\n{image}[train]\nglobal_batch_size = 16\n'
+    )
     s3 = client("s3")
     s3.create_bucket(Bucket="my-bucket")
     row = {"step": 1, "loss": 2.5, "eval_loss": None, "tokens_per_second": 10}
