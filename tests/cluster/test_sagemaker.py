@@ -398,7 +398,7 @@ def test_request_has_the_requested_values() -> None:
             "TrainingImage": IMAGE[1],
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["python", "-m", "weft.cluster.sagemaker_entry"],
-            "MetricDefinitions": metric_definitions(REQUESTS["one"].job.train),
+            "MetricDefinitions": metric_definitions(REQUESTS["one"].job),
         },
         "HyperParameters": {"recipe": "demo", "train.steps": "5"},
         "ResourceConfig": {
@@ -605,8 +605,8 @@ def test_submit_without_permission_to_verify_warns(
     assert sagemaker.submit(path, fsx_request()) == ARN
     warnings = capsys.readouterr().err.splitlines()
     assert warnings == [
-        "weft: launch.options.subnets was not verified: AWS denies ec2:describe_subnets",
-        "weft: launch.options.fsx was not verified: AWS denies fsx:describe_file_systems",
+        "weft: launch.options.subnets was not verified: AWS denies ec2:DescribeSubnets",
+        "weft: launch.options.fsx was not verified: AWS denies fsx:DescribeFileSystems",
     ]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.cloudwatch import metric_definitions
-from weft.cluster.sagemaker_options import check_sagemaker_options, s3_data
+from weft.cluster.sagemaker_options import check_sagemaker_options, s3_data, time_limits
 from weft.cluster.sagemaker_request import check_request
 from weft.cluster.sagemaker_storage import CHANNELS, make_channels, verify_file_systems
 from weft.cluster.submit import (
@@ -73,13 +73,13 @@ def render(request: JobRequest) -> str:
             "TrainingImage": job.launch.image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": entry,
-            "MetricDefinitions": metric_definitions(job.train),
+            "MetricDefinitions": metric_definitions(job),
         },
         "HyperParameters": _hyperparameters(request),
         "ResourceConfig": _resources(request),
         "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
         "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": RUN},
-        "StoppingCondition": _limits(request),
+        "StoppingCondition": time_limits(request),
     }
     if channels := _channels(request):
         body["InputDataConfig"] = channels
@@ -155,25 +155,13 @@ def _resources(request: JobRequest) -> dict[str, Any]:
 
 
 def has_local_disks(instance_type: str) -> bool:
-    """Return True for a type with local disks, for whose volumes SageMaker refuses a key.
+    """Return True for a type with local disks, whose volumes cannot have a key.
 
     Hardware encrypts these disks.  The rule is that of Amazon's Python SDK (a "d" in the family,
     as in p4d, or g5), with the families that came later.
     """
     family = instance_type.split(".")[1]
     return "d" in family or family.startswith(("g5", "g6", "g7", "p5", "p6", "trn"))
-
-
-def _limits(request: JobRequest) -> dict[str, int]:
-    """Return the time limits."""
-    options, seconds = request.job.launch.options, parse_duration(request.job.launch.time_limit)
-    limits = {"MaxRuntimeInSeconds": seconds}
-    if options.get("spot") == "true":
-        wait = options.get("wait")
-        limits["MaxWaitTimeInSeconds"] = parse_duration(wait) if wait else 2 * seconds
-    if "max_pending" in options:
-        limits["MaxPendingTimeInSeconds"] = parse_duration(options["max_pending"])
-    return limits
 
 
 def _s3_prefix(request: JobRequest) -> str:

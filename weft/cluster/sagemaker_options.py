@@ -185,3 +185,15 @@ def s3_data(job: Job) -> str | None:
     path = job.data.path
     is_prefix = path.startswith("s3://") and not re.search(r"[*?\[]", path)
     return path if is_prefix and not job.data.is_mixture else None
+
+
+def time_limits(request: JobRequest) -> dict[str, int]:
+    """Return the ``StoppingCondition`` of a request."""
+    options, seconds = request.job.launch.options, parse_duration(request.job.launch.time_limit)
+    limits = {"MaxRuntimeInSeconds": seconds}
+    if options.get("spot") == "true":
+        wait = options.get("wait")
+        limits["MaxWaitTimeInSeconds"] = parse_duration(wait) if wait else 2 * seconds
+    if "max_pending" in options:
+        limits["MaxPendingTimeInSeconds"] = parse_duration(options["max_pending"])
+    return limits

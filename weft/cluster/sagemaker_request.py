@@ -26,7 +26,7 @@ TYPES: dict[str, tuple[Any, str]] = {
 
 
 class Origin(NamedTuple):
-    """Where a field comes from: the key or option of weft, and the remedy of a wrong value."""
+    """Origin of a field: a key or option of weft, and the remedy of a wrong value."""
 
     key: str
     remedy: str
@@ -171,9 +171,10 @@ def _error(path: str, value: Any, rule: str, known: list[str] | None = None) -> 
 
 
 def to_python(pattern: str) -> str:
-    r"""Convert a regular expression of the model, which is Java's: Python has no ``\p{L}``.
+    r"""Convert a regular expression of the model, which is Java's.
 
-    Letters and digits become word characters, which adds only the underscore.
+    Python has no ``\p{L}``.  Letters and digits become word characters, which adds only the
+    underscore.
     """
     classes = {r"\p{L}": r"\w", r"\p{N}": r"\w", r"\p{Z}": " ", r"\p{Alnum}": "A-Za-z0-9"}
     for theirs, ours in classes.items():

@@ -7,9 +7,11 @@ paths on SageMaker, HyperPod and EC2.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -24,10 +26,12 @@ SETUP = "launch.setup"
 WRITTEN_KEYS = (
     *("checkpoint.dir", "checkpoint.local_dir", "data.cache_dir", "compile.cache_dir", RUN_DIR),
 )
+# Error codes of AWS, and services whose permissions have another name.
 ABSENT, DENIED = (
     ("FileSystemNotFound", "InvalidSubnetID.NotFound"),
     ("AccessDenied", "Unauthorized"),
 )
+IAM_NAMES = {"efs": "elasticfilesystem"}
 
 
 class FileSystem(NamedTuple):
@@ -85,7 +89,7 @@ def check_file_systems(request: JobRequest) -> ConfigErrors:
             rule = f"has no effect, because no path of the recipe is below /{name}"
             remedy = f"set data.path, checkpoint.dir or another path to /{name}/..., or omit it"
             errors.add(key, rule, remedy)
-        if any(f" /{name}/" in f" {line}" for line in job.launch.setup):
+        if any(f" /{name}/" in f" {line}" for line in flatten(job)[SETUP]):
             rule = f"has a path below /{name}, which does not exist before weft starts"
             remedy = f"use {CHANNELS}/{name}"
             errors.add(SETUP, rule, remedy)
@@ -124,7 +128,7 @@ def make_channels(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def verify_file_systems(client: Callable[[str], Any], request: JobRequest) -> ConfigErrors:
-    """Ask AWS whether the file systems exist, with this mount name, in the VPC of the subnets.
+    """Verify with AWS that the file systems exist, in the VPC of the subnets.
 
     A wrong one would fail the job only after its instances have started.  Without permission to
     ask, weft prints a warning.
@@ -138,19 +142,20 @@ def verify_file_systems(client: Callable[[str], Any], request: JobRequest) -> Co
     chosen = {name: options[name].partition(":") for name in FILE_SYSTEMS if name in options}
     if not chosen:
         return errors
-    ask = Questions(client, errors)
+    ask = partial(ask_aws, client, errors)
     subnets = options["subnets"].split("+")
-    answer = ask("ec2", "describe_subnets", "launch.options.subnets", SubnetIds=subnets)
+    answer = ask("launch.options.subnets", "ec2", "DescribeSubnets", SubnetIds=subnets)
     vpcs = {subnet["VpcId"] for subnet in answer.get("Subnets", [])}
     for name, (id, _, directory) in chosen.items():
         key = f"launch.options.{name}"
         if name == "fsx":
-            answer = ask("fsx", "describe_file_systems", key, FileSystemIds=[id])
-            found = answer.get("FileSystems", [])
+            found = ask(key, "fsx", "DescribeFileSystems", FileSystemIds=[id]).get("FileSystems")
+            rule, remedy = "does not exist in this region and account", "use another ID, or region"
         else:
-            found = ask("efs", "describe_mount_targets", key, FileSystemId=id).get("MountTargets")
-            if found == []:
-                errors.add(key, "has no mount target", "create one in each subnet of the job")
+            found = ask(key, "efs", "DescribeMountTargets", FileSystemId=id).get("MountTargets")
+            rule, remedy = "has no mount target", "create one in each subnet of the job"
+        if found == []:
+            errors.add(key, rule, remedy)
         for item in found or []:
             mount_name = item.get("LustreConfiguration", {}).get("MountName")
             if mount_name and directory.split("/")[1] != mount_name:
@@ -163,35 +168,40 @@ def verify_file_systems(client: Callable[[str], Any], request: JobRequest) -> Co
     return errors
 
 
-class Questions:
-    """Ask AWS; an absent object becomes a configuration error, a denied question a warning."""
+def ask_aws(
+    client: Callable[[str], Any],
+    errors: ConfigErrors,
+    key: str,
+    service: str,
+    action: str,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Return AWS's answer to a question about an option; empty if there is none.
 
-    def __init__(self, client: Callable[[str], Any], errors: ConfigErrors) -> None:
-        self._client, self._errors = client, errors
+    An absent object becomes a configuration error, and a denied question a warning.
+    """
+    from botocore.exceptions import ClientError
 
-    def __call__(self, service: str, operation: str, key: str, **arguments: Any) -> dict[str, Any]:
-        """Return the answer; empty if there is none."""
-        from botocore.exceptions import ClientError
-
-        try:
-            return dict(getattr(self._client(service), operation)(**arguments))
-        except ClientError as error:
-            code = error.response["Error"]["Code"]
-            if code.startswith(DENIED):
-                action = f"{service}:{operation}"
-                print(f"weft: {key} was not verified: AWS denies {action}", file=sys.stderr)
-            elif code in ABSENT:
-                self._errors.add(key, f"does not exist: {error.response['Error']['Message']}")
-            else:
-                raise
-            return {}
+    method = re.sub("(?<!^)([A-Z])", r"_\1", action).lower()
+    try:
+        return dict(getattr(client(service), method)(**arguments))
+    except ClientError as error:
+        code = error.response["Error"]["Code"]
+        if code.startswith(DENIED):
+            permission = f"{IAM_NAMES.get(service, service)}:{action}"
+            print(f"weft: {key} was not verified: AWS denies {permission}", file=sys.stderr)
+        elif code in ABSENT:
+            errors.add(key, f"does not exist: {error.response['Error']['Message']}")
+        else:
+            raise
+        return {}
 
 
 # --------------------------------------------------------------------------- the container
 
 
 def link_file_systems(channels: Mapping[str, Path], mounts: str, root: Path) -> ConfigErrors:
-    """Link /fsx and /efs to the channels of these names, after a check that these are mounted.
+    """Link /fsx and /efs to the channels of these names, if these are mounted.
 
     Args:
         channels: directories of the channels, by name.

@@ -83,7 +83,7 @@ class Terminal:
 
 
 def format_means(means: dict[str, float] | None) -> str:
-    """Format the metrics of an objective, each after two spaces; empty if there are none."""
+    """Format the metrics of an objective, each after two spaces."""
     return "".join(f"  {name} {mean:.3f}" for name, mean in (means or {}).items())
 
 
