@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -381,6 +382,24 @@ def test_setup_with_a_path_that_does_not_exist_yet_is_refused() -> None:
     assert "use /opt/ml/input/data/fsx" in format_errors(sagemaker.find_errors(wrong)).lower()
     right = ("launch.setup", "source /opt/ml/input/data/fsx/env.sh")
     assert sagemaker.find_errors(request(IMAGE, right, options=options)) == []
+
+
+def test_check_without_botocore_warns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The options are still checked; only a submission needs it."""
+    for name in ("botocore", "botocore.session", "botocore.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+    request_shape.cache_clear()
+    assert sagemaker.find_errors(REQUESTS["one"]) == []
+    wrong = request(IMAGE, options=OPTIONS | {"retries": "31"})
+    assert "must be 1 to 30" in format_errors(sagemaker.find_errors(wrong))
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(REQUESTS["one"]))
+    assert sagemaker.check(path.read_text()) == []
+    assert "pip install 'weft[sagemaker]'" in capsys.readouterr().err
+    with pytest.raises(WeftError, match="SageMaker requires botocore: pip install"):
+        sagemaker.submit(path, REQUESTS["one"])
 
 
 def test_every_option_is_on_the_page() -> None:
