@@ -153,20 +153,10 @@ def any_server() -> Iterator[int]:
         with server() as port:
             yield port
         return
-    (port,) = free_ports(1)
-    command = ("moto_server", "-H", "127.0.0.1", "-p", str(port))
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent
-    )
-    try:
-        until = time.monotonic() + 60
-        while not answers(port):
-            assert time.monotonic() < until, "moto's server does not start"
-            time.sleep(0.3)
+    from tests.aws import moto_server  # which imports this module
+
+    with moto_server() as port:
         yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
 def answers(port: int) -> bool:

@@ -15,6 +15,7 @@ __all__ = [
     "WeftError",
     "compare",
     "generate",
+    "launch",
     "load_model",
     "load_text_model",
     "open_run",

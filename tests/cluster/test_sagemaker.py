@@ -5,18 +5,24 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
 from tests.cluster.requests import format_errors, own_recipe, request
-from weft.cluster import sagemaker
+from tests.harness import ROOT
+from weft.cluster import sagemaker, sagemaker_options
+from weft.cluster.cloudwatch import metric_definitions
 from weft.cluster.sagemaker_entry import Container, train_arguments
-from weft.config.errors import WeftError
+from weft.cluster.sagemaker_request import request_shape, to_python
+from weft.cluster.submit import JobRequest
+from weft.config.errors import InvalidConfig, WeftError
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 
@@ -26,6 +32,8 @@ OPTIONS = {
     "instance_type": "ml.p5.48xlarge",
     "bucket": "my-bucket",
 }
+FSX = "fs-0123456789abcdef0:/abcdefgh"
+VPC = {"subnets": "subnet-a1", "security_groups": "sg-1"}
 REQUESTS = {
     "one": request(IMAGE, ("train.steps", "5"), options=OPTIONS, devices=8),
     "two": request(
@@ -47,24 +55,356 @@ def test_request_is_valid_for_the_service_model(name: str) -> None:
     assert sagemaker.check(sagemaker.render(REQUESTS[name])) == []
 
 
-def test_request_with_mistakes_is_refused_by_the_model() -> None:
-    right = json.loads(sagemaker.render(REQUESTS["two"]))
+MODEL_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown field": ({"RolArn": "x"}, r"RolArn is unknown to the installed botocore\. Update it"),
+    "missing field": ({"RoleArn": None}, r"RoleArn is missing\. It comes from launch.options.role"),
+    "type": ({"HyperParameters": {"a": 5}}, r"HyperParameters\.a=5 must be text"),
+    "job name": (
+        {"TrainingJobName": "x" * 64},
+        r"TrainingJobName=\"x{60}\.\.\.\" has 64 characters, but must have at most 63\. "
+        r"It comes from run\.dir: end it in a short name",
+    ),
+    "job name pattern": (
+        {"TrainingJobName": "a_b"},
+        r"Name=\"a_b\" does not have the form",
+    ),
+    "role": (
+        {"RoleArn": "arn:aws:iam::1:user/somebody-or-other"},
+        r"RoleArn=.* does not have the form .* It comes from launch.options.role: use arn:aws:iam",
+    ),
+    "image": (
+        {"AlgorithmSpecification.TrainingImage": "i" * 256},
+        r"must have at most 255\. It comes from launch\.image",
+    ),
+    "setup": (
+        {"AlgorithmSpecification.ContainerEntrypoint": ["bash", "-c", "x" * 257]},
+        r"ContainerEntrypoint\[2\]=.* at most 256\. It comes from launch\.setup: put its lines",
+    ),
+    "metrics": (
+        {"AlgorithmSpecification.MetricDefinitions": [{"Name": "a", "Regex": "b"}] * 41},
+        r"has 41 items, but must have at most 40",
+    ),
+    "hyperparameters": (
+        {"HyperParameters": {str(number): "" for number in range(101)}},
+        r"has 101 items, but must have at most 100\. It comes from the command line: put keys into",
+    ),
+    "hyperparameter": (
+        {"HyperParameters": {"a": "x" * 2501}},
+        r"HyperParameters\.a=.* has 2,501 characters, but must have at most 2,500",
+    ),
+    "instance type": (
+        {"ResourceConfig.InstanceType": "ml.p5.48xlrge"},
+        r"InstanceType=\"ml.p5.48xlrge\" is not a value that SageMaker accepts\. It comes from "
+        r"launch.options.instance_type: did you mean 'ml.p5.48xlarge'\?",
+    ),
+    "keep alive": (
+        {"ResourceConfig.KeepAlivePeriodInSeconds": 21601},
+        r"KeepAlivePeriodInSeconds=21601 must be at most 21,600\. It comes from "
+        r"launch\.options\.keep_alive: use at most 6:00:00",
+    ),
+    "plan": (
+        {"ResourceConfig.TrainingPlanArn": "arn:aws:sagemaker:us-east-1:123456789012:plan/mine-1"},
+        r"TrainingPlanArn=.* It comes from launch\.options\.training_plan",
+    ),
+    "retries": (
+        {"RetryStrategy": {"MaximumRetryAttempts": 31}},
+        r"MaximumRetryAttempts=31 must be at most 30\. It comes from launch\.options\.retries",
+    ),
+    "pending": (
+        {"StoppingCondition.MaxPendingTimeInSeconds": 60},
+        r"=60 must be at least 1,800\. It comes from launch\.options\.max_pending: use 0:30:00",
+    ),
+    "file system": (
+        {
+            "InputDataConfig": [
+                {
+                    "ChannelName": "fsx",
+                    "DataSource": {
+                        "FileSystemDataSource": {
+                            "FileSystemId": "vol-12345678",
+                            "FileSystemAccessMode": "rx",
+                            "FileSystemType": "FSxLustre",
+                            "DirectoryPath": "/x",
+                        }
+                    },
+                }
+            ]
+        },
+        r"FileSystemId=\"vol-12345678\" does not have the form .*launch\.options\.fsx or efs(.|\n)*"
+        r"FileSystemAccessMode=\"rx\" is not a value .*did you mean 'rw'|use one of ro, rw",
+    ),
+    "security groups": (
+        {"VpcConfig.SecurityGroupIds": ["sg-1"] * 6},
+        r"has 6 items, but must have at most 5\. It comes from launch\.options\.security_groups",
+    ),
+    "subnet": (
+        {"VpcConfig.Subnets": ["subnet_a"]},
+        r"Subnets\[0\]=\"subnet_a\" does not have .* launch\.options\.subnets: use up to 16 IDs",
+    ),
+    "tags": (
+        {"Tags": [{"Key": f"k{number}", "Value": ""} for number in range(51)]},
+        r"Tags=.* must have at most 50\. It comes from launch\.options\.tags",
+    ),
+    "tag characters": ({"Tags": [{"Key": "a{b}", "Value": ""}]}, r"Tags\[0\]\.Key=\"a\{b\}\""),
+    "key": (
+        {"OutputDataConfig.KmsKeyId": "my key"},
+        r"OutputDataConfig\.KmsKeyId=\"my key\" does not have .* launch\.options\.kms_key",
+    ),
+    "bucket": (
+        {"OutputDataConfig.S3OutputPath": "my-bucket"},
+        r"S3OutputPath=\"my-bucket\" does not have .* It comes from launch\.options\.bucket",
+    ),
+    "time": ({"StoppingCondition.MaxRuntimeInSeconds": 0}, r"=0 must be at least 1\. .*time_limit"),
+}
 
-    def wrong(**changes: Any) -> str:
-        return "\n".join(sagemaker.check(json.dumps(right | changes)))
 
-    assert "Unknown parameter" in wrong(RolArn="x")
-    assert "Missing required parameter" in "\n".join(
-        sagemaker.check(json.dumps({k: v for k, v in right.items() if k != "RoleArn"}))
-    )
-    assert ".RoleArn: " in wrong(RoleArn="arn:aws:iam::1:user/somebody-or-other")
-    assert ".HyperParameters: length 101 exceeds 100" in wrong(
-        HyperParameters={str(number): "" for number in range(101)}
-    )
-    assert ".HyperParameters.a: length 2501" in wrong(HyperParameters={"a": "x" * 2501})
-    resources = right["ResourceConfig"] | {"InstanceType": "ml.p99.xlarge"}
-    assert "'ml.p99.xlarge' is not one of" in wrong(ResourceConfig=resources)
+@pytest.mark.parametrize("name", MODEL_MISTAKES)
+def test_request_with_a_mistake_is_refused_by_the_model(name: str) -> None:
+    changes, message = MODEL_MISTAKES[name]
+    body = json.loads(sagemaker.render(REQUESTS["two"]))
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        place = body
+        for parent in parents:
+            place = place[parent]
+        place[last] = value
+        if value is None:
+            del place[last]
+    assert re.search(message, "\n".join(sagemaker.check(json.dumps(body))))
+
+
+def test_request_that_is_no_json_is_refused() -> None:
     assert sagemaker.check("{")[0].startswith("the request is not valid JSON")
+    assert sagemaker.check("[]") == ['request="[]" must be an object.']
+
+
+def test_patterns_of_the_model_are_those_of_python() -> None:
+    """Each pattern of the request compiles, and none is skipped."""
+    seen: set[str] = set()
+
+    def visit(shape: Any) -> None:
+        if shape.name in seen:
+            return
+        seen.add(shape.name)
+        if pattern := shape.metadata.get("pattern"):
+            re.compile(to_python(pattern))
+        members = getattr(shape, "members", {}).values() if shape.type_name == "structure" else ()
+        for name in ("member", "key", "value"):
+            members = (*members, *([getattr(shape, name)] if hasattr(shape, name) else []))
+        for member in members:
+            visit(member)
+
+    visit(request_shape())
+    assert len(seen) > 100
+    assert re.fullmatch(
+        to_python(request_shape().members["Tags"].member.members["Key"].metadata["pattern"]),
+        "größe:1/a=b",
+    )
+
+
+OPTION_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
+    "role": ({"role": "trainer"}, 'role="trainer" must be the ARN of a role. Use arn:aws:iam::'),
+    "instance type": ({"instance_type": "ml.p5.48xlrge"}, "Did you mean 'ml.p5.48xlarge'?"),
+    "instance form": (
+        {"instance_type": "p5.48xlarge"},
+        "must be one to five instance types. Use",
+    ),
+    "instances": (
+        {
+            "instance_type": "+".join(f"ml.c5.{size}xlarge" for size in ("", 2, 4, 9, 18))
+            + "+ml.m5.xlarge"
+        },
+        "must be one to five instance types",
+    ),
+    "instance twice": ({"instance_type": "ml.p5.48xlarge+ml.p5.48xlarge"}, "names a type twice"),
+    "bucket": ({"bucket": "s3://mine"}, "must be the name of a bucket. Use 3 to 63"),
+    "region": ({"region": "virginia"}, 'region="virginia" must be a region. Use us-east-1'),
+    "volume": ({"volume": "1TB"}, "must be an integer number of GB"),
+    "input mode": ({"input_mode": "Pipe"}, "must be File or FastFile"),
+    "input mode without data": ({"input_mode": "File"}, 'input_mode="File" has no effect'),
+    "wait": (
+        {"spot": "true", "wait": "1:00:00"},
+        'wait="1:00:00" must not be shorter than launch.time_limit',
+    ),
+    "wait without spot": ({"wait": "2-00:00:00"}, "requires spot=true"),
+    "keep alive": ({"keep_alive": "6:00:01"}, 'keep_alive="6:00:01" must be at most 6:00:00'),
+    "keep alive form": ({"keep_alive": "3600"}, "must be D-HH:MM:SS or HH:MM:SS"),
+    "keep alive spot": (
+        {"keep_alive": "1:00:00", "spot": "true"},
+        "excludes spot=true: SageMaker keeps no spot instances",
+    ),
+    "pending": ({"max_pending": "0:10:00"}, "must be between 0:30:00 and 28-00:00:00"),
+    "retries": ({"retries": "31"}, 'retries="31" must be 1 to 30'),
+    "plan": (
+        {"training_plan": "arn:aws:sagemaker:us-east-1:123456789012:plan/mine"},
+        "must be the ARN of a training plan. Use the TrainingPlanArn of 'aws sagemaker list",
+    ),
+    "plan spot": (
+        {
+            "training_plan": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine",
+            "spot": "true",
+        },
+        "a training plan has reserved instances, not spot instances",
+    ),
+    "types spot": (
+        {"instance_type": "ml.p5.48xlarge+ml.p5e.48xlarge", "spot": "true"},
+        "must be a single type with spot=true",
+    ),
+    "subnet": ({"subnets": "vpc-1", "security_groups": "sg-1"}, "must be 1 to 16 IDs of subnets"),
+    "groups": (
+        {"subnets": "subnet-1", "security_groups": "+".join(["sg-1"] * 6)},
+        "must be 1 to 5 IDs of security groups",
+    ),
+    "subnets alone": ({"subnets": "subnet-1"}, "must be given together with security_groups"),
+    "key": ({"kms_key": "alias/mine"}, "must be the ID or the ARN of a KMS key, not an alias"),
+    "tags": (
+        {"tags": "+".join(f"k{number}:v" for number in range(51))},
+        "must be up to 50 tags, KEY:VALUE joined by '+'",
+    ),
+    "tag of AWS": ({"tags": "aws:x"}, "none of which begins with aws:"),
+    "fsx id": ({"fsx": "vol-0123456789:/abc"}, "must be fs-ID:/MOUNT_NAME"),
+    "fsx without a mount name": (
+        {"fsx": "fs-0123456789abcdef0:/"},
+        "'aws fsx describe-file-systems' shows the ID as FileSystemId, and the mount name as "
+        "LustreConfiguration.MountName",
+    ),
+    "fsx without a VPC": ({"fsx": FSX}, "requires subnets and security_groups"),
+    "fsx without a path": ({"fsx": FSX} | VPC, "no path of the recipe is below /fsx"),
+    "efs": ({"efs": "fs-01234567"} | VPC, "must be fs-ID:/, or fs-ID:/DIRECTORY"),
+}
+
+
+@pytest.mark.parametrize("name", OPTION_MISTAKES)
+def test_option_with_a_mistake_is_refused(name: str) -> None:
+    options, message = OPTION_MISTAKES[name]
+    text = format_errors(sagemaker.find_errors(request(IMAGE, options=OPTIONS | options)))
+    assert message in text
+    assert text.startswith("launch.options.")
+
+
+def test_option_that_is_right_reaches_the_request() -> None:
+    key = "arn:aws:kms:us-east-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine"
+    options = {
+        "instance_type": "ml.p5.48xlarge+ml.p5e.48xlarge",
+        "keep_alive": "6:00:00",
+        "max_pending": "1-00:00:00",
+        "retries": "30",
+        "training_plan": plan,
+        "kms_key": key,
+        "tags": "team:nlp+project:llm:1",
+        "volume": "500",
+        "input_mode": "File",
+    }
+    body = render_checked(IMAGE, ("data.path", "s3://texts/web/"), options=options)
+    assert body["ResourceConfig"] == {
+        "InstanceCount": 1,
+        "InstancePreferences": [
+            {"InstanceType": "ml.p5.48xlarge", "TrainingPlanArns": [plan]},
+            {"InstanceType": "ml.p5e.48xlarge"},
+        ],
+        "VolumeSizeInGB": 500,
+        "KeepAlivePeriodInSeconds": 21600,
+    }
+    assert body["StoppingCondition"]["MaxPendingTimeInSeconds"] == 86400
+    assert body["RetryStrategy"] == {"MaximumRetryAttempts": 30}
+    assert body["OutputDataConfig"]["KmsKeyId"] == key
+    tags = {"team": "nlp", "project": "llm:1"}
+    assert body["Tags"] == [{"Key": name, "Value": value} for name, value in tags.items()]
+    assert body["InputDataConfig"][0]["InputMode"] == "File"
+
+
+def test_key_encrypts_volumes_without_local_disks() -> None:
+    """SageMaker refuses a key for the volumes of instances with local disks."""
+    for instance, has_key in (("ml.c5.xlarge", True), ("ml.p4d.24xlarge", False)):
+        options = {"kms_key": "1234abcd-12ab-34cd", "instance_type": instance}
+        body = render_checked(IMAGE, options=options)
+        assert ("VolumeKmsKeyId" in body["ResourceConfig"]) == has_key
+
+
+def render_checked(*overrides: tuple[str, str], **arguments: Any) -> dict[str, Any]:
+    """Return a request that passes all checks."""
+    arguments["options"] = OPTIONS | arguments["options"]
+    checked = request(*overrides, **arguments)
+    assert sagemaker.find_errors(checked) == []
+    text = sagemaker.render(checked)
+    assert sagemaker.check(text) == []
+    return dict(json.loads(text))
+
+
+def test_file_systems_become_channels() -> None:
+    """A file system is mounted read-write if the job writes below it."""
+    efs = "fs-01234567:/"
+    paths = [("data.path", "/fsx/texts/*.jsonl"), ("data.tokenizer", "/efs/tokenizer.json")]
+    options = {"fsx": f"{FSX}/team", "efs": efs} | VPC
+
+    def modes(*more: tuple[str, str]) -> dict[str, str]:
+        body = render_checked(IMAGE, *paths, *more, options=options, nodes=(2, 2))
+        sources = {
+            channel["ChannelName"]: channel["DataSource"]["FileSystemDataSource"]
+            for channel in body["InputDataConfig"]
+        }
+        assert sources["fsx"]["FileSystemType"] == "FSxLustre"
+        assert sources["fsx"]["FileSystemId"] == "fs-0123456789abcdef0"
+        assert sources["fsx"]["DirectoryPath"] == "/abcdefgh/team"
+        assert sources["efs"]["FileSystemType"] == "EFS"
+        assert sources["efs"]["DirectoryPath"] == "/"
+        assert body["HyperParameters"]["data.path"] == "/fsx/texts/*.jsonl"
+        return {name: source["FileSystemAccessMode"] for name, source in sources.items()}
+
+    assert modes() == {"fsx": "ro", "efs": "ro"}
+    assert modes(("checkpoint.dir", "/fsx/runs/1")) == {"fsx": "rw", "efs": "ro"}
+    assert modes(("data.cache_dir", "/efs/cache")) == {"fsx": "ro", "efs": "rw"}
+
+
+def test_path_below_a_file_system_without_the_option_is_refused() -> None:
+    """Every key with such a path is reported, also sources of a mixture."""
+    overrides = (
+        ("data.mixture", "/fsx/web/=0.5,/efs/code/=0.5"),
+        ("data.tokenizer", "/fsx/tokenizer.json"),
+        ("checkpoint.dir", "/fsx/run"),
+        ("model.path", "/fsxx/model"),
+    )
+    errors = sagemaker.find_errors(request(IMAGE, *overrides, options=OPTIONS))
+    assert [(error.key, error.value) for error in errors] == [
+        ("data.mixture", "/fsx/web/"),
+        ("data.tokenizer", "/fsx/tokenizer.json"),
+        ("checkpoint.dir", "/fsx/run"),
+        ("data.mixture", "/efs/code/"),
+    ]
+    assert "give --launch.options fsx=...: FSx for Lustre" in errors[0].remedy
+
+
+def test_setup_with_a_path_that_does_not_exist_yet_is_refused() -> None:
+    """The entry point makes the link /fsx after the lines of launch.setup."""
+    options = OPTIONS | VPC | {"fsx": FSX}
+    wrong = request(IMAGE, ("launch.setup", "source /fsx/env.sh"), options=options)
+    assert "use /opt/ml/input/data/fsx" in format_errors(sagemaker.find_errors(wrong)).lower()
+    right = ("launch.setup", "source /opt/ml/input/data/fsx/env.sh")
+    assert sagemaker.find_errors(request(IMAGE, right, options=options)) == []
+
+
+def test_check_without_botocore_warns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The options are still checked; only a submission needs it."""
+    for name in ("botocore", "botocore.session", "botocore.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+    request_shape.cache_clear()
+    assert sagemaker.find_errors(REQUESTS["one"]) == []
+    wrong = request(IMAGE, options=OPTIONS | {"retries": "31"})
+    assert "must be 1 to 30" in format_errors(sagemaker.find_errors(wrong))
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(REQUESTS["one"]))
+    assert sagemaker.check(path.read_text()) == []
+    assert "pip install 'weft[sagemaker]'" in capsys.readouterr().err
+    with pytest.raises(WeftError, match="SageMaker requires botocore: pip install"):
+        sagemaker.submit(path, REQUESTS["one"])
+
+
+def test_every_option_is_on_the_page() -> None:
+    page = (ROOT / "docs/sagemaker.md").read_text("utf-8")
+    assert [name for name in sagemaker_options.OPTIONS if f"`{name}" not in page] == []
 
 
 def test_request_has_the_requested_values() -> None:
@@ -77,6 +417,7 @@ def test_request_has_the_requested_values() -> None:
             "TrainingImage": IMAGE[1],
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["python", "-m", "weft.cluster.sagemaker_entry"],
+            "MetricDefinitions": metric_definitions(REQUESTS["one"].job),
         },
         "HyperParameters": {"recipe": "demo", "train.steps": "5"},
         "ResourceConfig": {
@@ -87,6 +428,10 @@ def test_request_has_the_requested_values() -> None:
         "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
         "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": "/opt/ml/checkpoints"},
         "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
+        "TensorBoardOutputConfig": {
+            "S3OutputPath": f"{home}/tensorboard",
+            "LocalPath": "/opt/ml/checkpoints/tensorboard",
+        },
     }
 
 
@@ -106,12 +451,12 @@ def test_request_hyperparameters_make_the_same_job() -> None:
     parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
     base = Path("/opt/ml")
     host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)
-    words, run_dir = train_arguments(list(parameters.items()), host)
+    words, job = train_arguments(list(parameters.items()), host)
     assert dict(zip(words[1::2], words[2::2], strict=True)) == {
         "--checkpoint.dir": "s3://my-bucket/weft/small-run/checkpoints",
         "--run.dir": "/opt/ml/checkpoints",
     }
-    assert run_dir == Path("/opt/ml/checkpoints")
+    assert job.run.dir == "/opt/ml/checkpoints"
 
 
 def test_request_data_become_a_channel_unless_a_pattern() -> None:
@@ -165,19 +510,24 @@ class Service(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[str, Any]] = []
-        self.answers: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self.answers: dict[str, list[tuple[int, dict[str, Any] | str]]] = {}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Service
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        operation = self.headers["X-Amz-Target"].partition(".")[2]
-        self.server.requests.append((operation, json.loads(body)))
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if "X-Amz-Target" in self.headers:
+            operation = self.headers["X-Amz-Target"].partition(".")[2]
+            self.server.requests.append((operation, json.loads(body)))
+        else:  # EC2, with XML
+            query = dict(parse_qsl(body))
+            operation = query["Action"]
+            self.server.requests.append((operation, query))
         answers = self.server.answers[operation]
         code, answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        self.answer(code, json.dumps(answer).encode())
+        self.answer(code, (answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -228,6 +578,57 @@ def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None
     assert body["InputDataConfig"][0]["ChannelName"] == "recipe"
 
 
+SUBNETS = "<R><subnetSet><item><vpcId>vpc-1</vpcId></item></subnetSet></R>"
+
+
+def fsx_request() -> JobRequest:
+    options = OPTIONS | VPC | {"fsx": FSX, "region": "us-east-1"}
+    return request(IMAGE, ("data.path", "/fsx/web"), options=options)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_submit_verifies_the_file_system(service: Service, tmp_path: Path, is_right: bool) -> None:
+    name, vpc = ("abcdefgh", "vpc-1") if is_right else ("zyxwvuts", "vpc-2")
+    answer = {"FileSystems": [{"VpcId": vpc, "LustreConfiguration": {"MountName": name}}]}
+    service.answers = {
+        "DescribeSubnets": [(200, SUBNETS)],
+        "DescribeFileSystems": [(200, answer)],
+        "CreateTrainingJob": [(200, {"TrainingJobArn": ARN})],
+    }
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(fsx_request()))
+    if is_right:
+        assert sagemaker.submit(path, fsx_request()) == ARN
+    else:
+        with pytest.raises(InvalidConfig) as caught:
+            sagemaker.submit(path, fsx_request())
+        first, second = (error.rule for error in caught.value.errors)
+        assert "the mount name of fs-0123456789abcdef0, which is zyxwvuts" in first
+        assert second == "is in vpc-2, but launch.options.subnets are in vpc-1"
+    asked = [operation for operation, _ in service.requests]
+    assert asked[:2] == ["DescribeSubnets", "DescribeFileSystems"]
+    assert ("CreateTrainingJob" in asked) == is_right
+
+
+def test_submit_without_permission_to_verify_warns(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    denied = "<R><Errors><Error><Code>UnauthorizedOperation</Code></Error></Errors></R>"
+    service.answers = {
+        "DescribeSubnets": [(403, denied)],
+        "DescribeFileSystems": [(400, {"__type": "AccessDeniedException", "message": "no"})],
+        "CreateTrainingJob": [(200, {"TrainingJobArn": ARN})],
+    }
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(fsx_request()))
+    assert sagemaker.submit(path, fsx_request()) == ARN
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        "weft: launch.options.subnets was not verified: AWS denies ec2:DescribeSubnets",
+        "weft: launch.options.fsx was not verified: AWS denies fsx:DescribeFileSystems",
+    ]
+
+
 def test_submit_refusal_of_the_service_is_reported(service: Service, tmp_path: Path) -> None:
     refused = {"__type": "ResourceInUse", "message": "names must be unique"}
     service.answers["CreateTrainingJob"] = [(400, refused)]
@@ -248,7 +649,7 @@ def test_submit_without_a_region_is_refused(
         sagemaker.submit(path, REQUESTS["one"])
 
 
-def job(state: str, **extra: Any) -> tuple[int, dict[str, Any]]:
+def job(state: str, **extra: Any) -> tuple[int, dict[str, Any] | str]:
     resources = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2, "VolumeSizeInGB": 1}
     return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **extra}
 
@@ -279,10 +680,13 @@ def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.Monk
         number = f"{host}-{time}-{line}"
         return {"logStreamName": stream, "timestamp": time, "message": line, "eventId": number}
 
-    def page(*events: dict[str, Any], **token: str) -> tuple[int, dict[str, Any]]:
+    def page(*events: dict[str, Any], **token: str) -> tuple[int, dict[str, Any] | str]:
         return 200, {"events": events, **token}
 
-    none = (400, {"__type": "ResourceNotFoundException", "message": "no group"})
+    none: tuple[int, dict[str, Any] | str] = (
+        400,
+        {"__type": "ResourceNotFoundException", "message": "no group"},
+    )
     a, b = event("algo-1", 100_000, "a"), event("algo-1", 100_000, "b")
     late, c = event("algo-2", 99_000, "late"), event("algo-1", 100_001, "c")
     service.answers = {

@@ -40,7 +40,9 @@ from weft.cluster.sagemaker_entry import (
     train_arguments,
     write_failure,
 )
+from weft.cluster.sagemaker_storage import check_mounts, link_file_systems
 from weft.config.errors import InvalidConfig, WeftError
+from weft.config.reader import read_job
 
 TOOLKIT = os.environ.get("WEFT_SAGEMAKER_TOOLKIT", "")
 HAVE_TOOLKIT = bool(TOOLKIT) or importlib.util.find_spec("sagemaker_training") is not None
@@ -141,10 +143,10 @@ def test_entry_word_without_a_value_is_refused() -> None:
 
 def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
     container = single_container(tmp_path, training=tmp_path / "data")
-    words, run_dir = train_arguments(
+    words, job = train_arguments(
         [("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container
     )
-    assert (words[0], run_dir) == ("demo", tmp_path / "checkpoints")
+    assert (words[0], job.run.dir) == ("demo", f"{tmp_path}/checkpoints")
     assert pairs(words) == {
         "--train.steps": "5",
         "--data.path": f"{tmp_path}/data",
@@ -221,6 +223,78 @@ def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
     write_failure(failure, "first")
     write_failure(failure, "second")
     assert failure.read_text() == "first"
+
+
+# --------------------------------------------------------------------------- file systems
+
+
+def mountinfo(**types: tuple[Path, str]) -> str:
+    """Return the content of /proc/self/mountinfo with these mounts."""
+    lines = ["1 0 0:1 / / rw - overlay overlay rw"]
+    for number, (path, kind) in enumerate(types.values(), 2):
+        point = str(path).replace(" ", "\\040")
+        lines.append(f"{number} 1 0:{number} / {point} rw shared:1 - {kind} server:/x rw,flock")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def fsx(tmp_path: Path) -> Path:
+    channel = tmp_path / "opt ml/input/data/fsx"
+    channel.mkdir(parents=True)
+    return channel
+
+
+def test_entry_links_file_systems_to_their_channels(fsx: Path, tmp_path: Path) -> None:
+    efs = fsx.with_name("efs")
+    efs.mkdir()
+    mounts = mountinfo(fsx=(fsx, "lustre"), efs=(efs, "nfs4"))
+    for _ in range(2):  # another rank, or a restart
+        assert link_file_systems({"fsx": fsx, "efs": efs, "web": fsx}, mounts, tmp_path) == []
+    assert (tmp_path / "fsx").readlink() == fsx
+    assert (tmp_path / "efs").readlink() == efs
+    assert not (tmp_path / "web").exists()
+
+
+def test_entry_channel_of_another_type_is_refused(fsx: Path, tmp_path: Path) -> None:
+    """An S3 channel named fsx, or a file system of the wrong FileSystemType."""
+    for mounts, kind in ((mountinfo(), "overlay"), (mountinfo(fsx=(fsx, "nfs4")), "nfs4")):
+        [error] = link_file_systems({"fsx": fsx}, mounts, tmp_path)
+        assert str(error).startswith(
+            f"channel fsx is not FSx for Lustre, but of type {kind}. Mount"
+        )
+        assert "--launch.options fsx=" in error.remedy
+    assert not (tmp_path / "fsx").exists()
+
+
+def test_entry_directory_of_the_image_is_refused(fsx: Path, tmp_path: Path) -> None:
+    """Training would write to the container's disk."""
+    (tmp_path / "fsx").mkdir()
+    mounts = mountinfo(fsx=(fsx, "lustre"))
+    [error] = link_file_systems({"fsx": fsx}, mounts, tmp_path)
+    assert "remove /fsx from the image: it hides the channel fsx" in error.remedy
+    own = mounts + "\n" + mountinfo(fsx=(tmp_path / "fsx", "lustre"))
+    assert link_file_systems({"fsx": fsx}, own, tmp_path) == []  # the image mounts it itself
+
+
+def test_entry_link_that_cannot_be_made_is_reported(fsx: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [error] = link_file_systems({"fsx": fsx}, mountinfo(fsx=(fsx, "lustre")), tmp_path / "file")
+    assert "Not a directory" in error.rule
+    assert error.remedy.endswith("RUN ln -s /opt/ml/input/data/fsx /fsx")
+
+
+def test_entry_path_below_an_absent_mount_is_refused(fsx: Path, tmp_path: Path) -> None:
+    overrides = [("checkpoint.dir", "/fsx/run"), ("data.tokenizer", "/efs/tokenizer.json")]
+    job, _, _ = read_job("demo", overrides)
+    errors = check_mounts(job, mountinfo(), tmp_path)
+    assert [(error.key, error.value) for error in errors] == [
+        ("checkpoint.dir", "/fsx/run"),
+        ("data.tokenizer", "/efs/tokenizer.json"),
+    ]
+    assert errors[1].rule == "is below /efs, which is not EFS, but of type overlay"
+    (tmp_path / "fsx").symlink_to(fsx)
+    errors = check_mounts(job, mountinfo(fsx=(fsx, "lustre")), tmp_path)
+    assert [error.key for error in errors] == ["data.tokenizer"]
 
 
 # --------------------------------------------------------------------------- whole jobs
@@ -433,3 +507,75 @@ def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> No
     assert f"resuming from {tmp_path}/checkpoints/checkpoints/step-{step:08}" in output
     assert records(tmp_path / "checkpoints")[-1]["step"] == step + 5
     assert (tmp_path / "model/model.safetensors").exists()
+
+
+# The root directory of a container: /opt/ml is its own, and /fsx does not exist.  The channel is a
+# mount, of which the kernel's list says that it is Lustre, because no Lustre client is here.
+CONTAINER = """\
+set -e
+cd {root}
+for name in /* /opt/*; do
+    case $name in /fsx|/opt|/opt/ml) continue;; esac
+    if [ -L "$name" ]; then cp -P "$name" ".$name"
+    elif [ -d "$name" ]; then mkdir -p ".$name"; mount --rbind "$name" ".$name"
+    fi
+done
+mkdir -p opt/ml/input/data/fsx
+mount --bind {shared} opt/ml/input/data/fsx
+lustre='s|\\( /opt/ml/input/data/fsx .* - \\)[^ ]*|\\1lustre|'
+sed "s| {root}| |; $lustre" /proc/self/mountinfo > {root}.mounts
+mount --bind {root}.mounts {root}/proc/$$/mountinfo
+exec chroot {root} {python} -m weft.cluster.sagemaker_entry
+"""
+
+
+@pytest.fixture
+def container_root(tmp_path: Path) -> Path:
+    """A directory for the root of a container, where mounts are possible."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the permission to mount: unshare -m")
+    root = tmp_path / "root"
+    root.mkdir()
+    return root
+
+
+@whole_job
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_entry_container_with_fsx_trains(
+    store_path: Path, container_root: Path, tmp_path: Path, is_mounted: bool
+) -> None:
+    """Data, cache and checkpoints are on the channel, by the paths that they have elsewhere."""
+    shared = tmp_path / "shared"
+    shutil.copytree(store_path, shared / "store")
+    base = container_root / "opt/ml"
+    parameters = SMALL_HYPERPARAMETERS | {
+        "data.path": "/fsx/store",
+        "checkpoint.dir": "/fsx/run/checkpoints",
+        "run.nproc_per_node": 1,
+    }
+    configure(base, "algo-1", ["algo-1"], parameters)
+    channel = {"fsx": {"TrainingInputMode": "File"}} if is_mounted else {}
+    (base / "input/config/inputdataconfig.json").write_text(json.dumps(channel))
+    script = CONTAINER.format(root=container_root, shared=shared, python=sys.executable)
+    process = subprocess.Popen(
+        ["unshare", "-m", "--propagation", "private", "sh", "-c", script],
+        env={**environment(base), "SAGEMAKER_BASE_DIR": "/opt/ml"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    [(status, output)] = wait_for_all([process], 500)
+    if is_mounted:
+        assert status == 0, output
+        assert (container_root / "fsx").readlink() == Path("/opt/ml/input/data/fsx")
+        steps = [checkpoint_step(path) for path in list_checkpoints(shared / "run/checkpoints")]
+        assert steps == [10, 20]
+        assert (base / "model/model.safetensors").exists()
+    else:
+        assert status == 2, output
+        text = (base / "output/failure").read_text()
+        assert 'data.path="/fsx/store" is below /fsx, which is not FSx for Lustre' in text
+        assert 'checkpoint.dir="/fsx/run/checkpoints" is below /fsx' in text
+        assert not (shared / "run").exists()
+    assert not Path("/fsx").exists()

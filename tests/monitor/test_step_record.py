@@ -27,7 +27,7 @@ from weft.monitor.step_record import (
     to_scalars,
 )
 from weft.monitor.step_timer import StepTimes
-from weft.monitor.terminal import Terminal, format_duration
+from weft.monitor.terminal import Terminal, format_duration, quiet_console
 from weft.monitor.tracker_services import TensorBoard
 from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
 from weft.plan.plan import Machine
@@ -327,12 +327,12 @@ def test_event_log_is_appended_to(tmp_path: Path) -> None:
 
 def test_output_without_a_terminal_has_plain_lines() -> None:
     out = io.StringIO()
-    sink = Terminal(Console(file=out, width=40), steps=10, resumed_step=0)
+    sink = Terminal(quiet_console(out), steps=10, resumed_step=0)
     sink.write(record(1))
     sink.write(record(2, peak_flops=None, eval_loss=3.0))
     sink.close()
     first, second, third = out.getvalue().splitlines()
-    assert first.startswith("step 1/10  loss 10.0000  2,000 tokens/s  MFU 50.0%  grad norm 1.000")
+    assert first.startswith("step 1/10  loss 10.0000  2000 tokens/s  MFU 0.500  grad norm 1.000")
     assert first.endswith(" left")
     assert "MFU" not in second
     assert third == "step 2: validation loss 3.0000 nats/token"
@@ -345,7 +345,7 @@ def test_terminal_has_a_live_line() -> None:
     sink.write(record(5))
     sink.close()
     assert "step 5/10" in out.getvalue()
-    assert "loss 2.0000  2,000 tokens/s  MFU 50.0%" in out.getvalue()
+    assert "loss 2.0000  2000 tokens/s  MFU 0.500" in out.getvalue()
 
 
 def test_duration_is_hours_minutes_seconds() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests import s3
+from tests import aws, s3
 from tests.small import newest_state
 from tests.tools.test_hf_convert import assert_same_bits, of_model, tiny_dir, tiny_weights
 from weft.checkpoint.manifest import list_checkpoints
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
 pytest.importorskip("upath", reason="pip install 'weft[s3]'")
-HAS_SERVER = not s3.missing() or shutil.which("moto_server") is not None
+HAS_SERVER = not (s3.missing() and aws.missing())
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not HAS_SERVER, reason="no S3 server: install Ceph, or moto[server]"),
+    pytest.mark.skipif(not HAS_SERVER, reason="no S3 server: install Ceph, or moto and flask-cors"),
     pytest.mark.timeout(300),
 ]
 NAMES = ["model.safetensors", "config.json", "tokenizer.json"]

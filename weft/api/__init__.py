@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from weft.cluster.submit import SubmittedJob
     from weft.tools.generate import Prompt, Sampling
     from weft.tools.text_model import TextModel
 
@@ -40,6 +41,7 @@ __all__ = [
     "WeftError",
     "compare",
     "generate",
+    "launch",
     "load_model",
     "load_text_model",
     "open_run",
@@ -231,6 +233,35 @@ def compare(
     )
     result: Comparison = run_in_child("weft.api.tasks:compare_recipes", request)
     return result
+
+
+def launch(
+    recipe: str | os.PathLike[str], overrides: Overrides | None = None, *, on: str
+) -> SubmittedJob:
+    """Submit a run to a cluster, as ``weft launch``.
+
+    Args:
+        recipe: name of a shipped recipe, or path of a TOML file.
+        overrides: values by key, also of the section ``launch``.
+        on: kind of cluster: slurm, kubernetes, sagemaker or skypilot.
+
+    Returns:
+        The job, with the methods ``status``, ``is_active``, ``logs`` and ``cancel``.  ``weft job``
+        has the same for the run directory on this machine, which keeps the job's id.
+
+    Raises:
+        InvalidConfig: with every mistake, before anything is submitted.
+        WeftError: if the cluster refuses the job.
+    """
+    from weft.cluster.submit import build_request, check_text, get_cluster, submit
+    from weft.train.machine import detect_machine
+
+    errors = ConfigErrors()
+    pairs = encode_overrides(overrides, errors)
+    request = build_request(on, os.fspath(recipe), pairs, errors, detect_machine)
+    text = get_cluster(on).render(request)
+    check_text(on, text)
+    return submit(on, request, text)
 
 
 def load_model(

@@ -23,7 +23,6 @@ import shlex
 from pathlib import Path
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
-from weft.config.errors import MISSING, ConfigError, InvalidConfig
 
 
 def add_launch(commands: Commands) -> None:
@@ -48,7 +47,7 @@ def add_job(commands: Commands) -> None:
 
 def run_launch(options: argparse.Namespace) -> None:
     """Submit a recipe to a cluster."""
-    from weft.cluster.submit import build_request, get_cluster, submit
+    from weft.cluster.submit import build_request, check_text, get_cluster, submit
     from weft.train.machine import detect_machine
 
     request = build_request(
@@ -56,14 +55,11 @@ def run_launch(options: argparse.Namespace) -> None:
     )
     text = get_cluster(options.on).render(request)
     print(text)
-    if rules := get_cluster(options.on).check(text):
-        raise InvalidConfig(
-            ConfigError(f"--on {options.on}", MISSING, f"rejects the job: {rule}") for rule in rules
-        )
+    check_text(options.on, text)
     if not options.dry_run:
-        id = submit(options.on, request, text)
-        next = f"weft job status {shlex.quote(str(request.run_dir))}"
-        print(f"submitted {options.on} job {id}: {next}")
+        job = submit(options.on, request, text)
+        next = f"weft job status {shlex.quote(str(job.run_dir))}"
+        print(f"submitted {job.on} job {job.id}: {next}")
 
 
 def run_job_status(options: argparse.Namespace) -> None:

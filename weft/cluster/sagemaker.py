@@ -11,7 +11,6 @@ botocore (the core of boto3) ships the published model of the API, which validat
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,41 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weft.cluster.cloudwatch import metric_definitions
+from weft.cluster.sagemaker_options import check_sagemaker_options, s3_data, time_limits
+from weft.cluster.sagemaker_request import check_request
+from weft.cluster.sagemaker_storage import CHANNELS, make_channels, verify_file_systems
 from weft.cluster.submit import (
-    BOOLEAN_RULE,
-    INTEGER_PATTERN,
     RUN_DIR,
     JobRequest,
-    Option,
     build_script,
-    check_duration,
     check_fixed_nodes,
     check_name,
-    check_options,
     parse_duration,
-    render_template,
     standalone_recipe,
     warn_unchecked,
 )
 from weft.config.errors import ConfigErrors, WeftError
 
 FILE_SUFFIX = ".json"
-OPTIONS = {
-    "role": Option("ARN of the role of the job: arn:aws:iam::...:role/..."),
-    "instance_type": Option("instance type, such as ml.p5.48xlarge"),
-    "bucket": Option("S3 bucket for run directory, checkpoints, recipe and model, at weft/NAME"),
-    "region": Option("region; default: that of the AWS configuration"),
-    "volume": Option(
-        "GB of disk of each instance (100)", INTEGER_PATTERN, "must be an integer number of GB"
-    ),
-    "spot": Option(
-        "true: managed spot training; the job resumes after an interruption", *BOOLEAN_RULE
-    ),
-    "wait": Option("spot: maximum time with waiting, D-HH:MM:SS (twice launch.time_limit)"),
-    "subnets": Option("subnets of a VPC, joined by '+'; for FSx, and EFA across instances"),
-    "security_groups": Option("security groups of the VPC, joined by '+'"),
-}
-CHANNEL = "/opt/ml/input/data"
+RUN = "/opt/ml/checkpoints"  # the run directory in the container
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 FINAL_STATES = ("Completed", "Failed", "Stopped")
 INSTALL = "pip install 'weft[sagemaker]'"
@@ -64,20 +46,7 @@ POLL_SECONDS, LATE_MILLISECONDS = 5.0, 60_000
 def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
-    required = ["role", "instance_type", "bucket"]
-    errors = check_options(request, OPTIONS, required, r"[A-Za-z0-9][A-Za-z0-9_+=,.@:/\-]*")
-    key = "launch.options"
-    if ("subnets" in launch.options) != ("security_groups" in launch.options):
-        errors.add(f"{key}.subnets", "must be given together with security_groups", value="")
-    if wait := launch.options.get("wait"):
-        invalid = check_duration(wait, f"{key}.wait")
-        errors += invalid
-        if not (invalid or check_duration(launch.time_limit)) and parse_duration(
-            wait
-        ) < parse_duration(launch.time_limit):
-            errors.add(f"{key}.wait", "must not be shorter than launch.time_limit")
-        if launch.options.get("spot") != "true":
-            errors.add(f"{key}.wait", "requires spot=true")
+    errors = check_sagemaker_options(request)
     bucket = launch.options.get("bucket", "BUCKET")
     errors += check_name(request, f"s3://{bucket}/weft/{request.name}")
     errors += check_fixed_nodes(request, "SageMaker starts a fixed number of instances")
@@ -88,47 +57,115 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
+# --------------------------------------------------------------------------- the request
+
+
 def render(request: JobRequest) -> str:
     """Return the request; the job's name has the time, because it must be unique."""
-    job, options = request.job, request.job.launch.options
-    home, seconds = _s3_prefix(request), parse_duration(job.launch.time_limit)
+    job, options, home = request.job, request.job.launch.options, _s3_prefix(request)
     entry = ["python", "-m", "weft.cluster.sagemaker_entry"]
     if job.launch.setup:
         entry = ["bash", "-c", build_script(job.launch.setup, " ".join(entry))]
+    body: dict[str, Any] = {
+        "TrainingJobName": f"{request.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}",
+        "RoleArn": options["role"],
+        "AlgorithmSpecification": {
+            "TrainingImage": job.launch.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": entry,
+            "MetricDefinitions": metric_definitions(job),
+        },
+        "HyperParameters": _hyperparameters(request),
+        "ResourceConfig": _resources(request),
+        "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
+        "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": RUN},
+        "StoppingCondition": time_limits(request),
+    }
+    if channels := _channels(request):
+        body["InputDataConfig"] = channels
+    if "subnets" in options:
+        body["VpcConfig"] = {
+            "Subnets": options["subnets"].split("+"),
+            "SecurityGroupIds": options["security_groups"].split("+"),
+        }
+    if options.get("spot") == "true":
+        body["EnableManagedSpotTraining"] = True
+    if "retries" in options:
+        body["RetryStrategy"] = {"MaximumRetryAttempts": int(options["retries"])}
+    if "tensorboard" in job.monitor.trackers:
+        tensorboard = {"S3OutputPath": f"{home}/tensorboard", "LocalPath": f"{RUN}/tensorboard"}
+        body["TensorBoardOutputConfig"] = tensorboard
+    if "kms_key" in options:
+        body["OutputDataConfig"]["KmsKeyId"] = options["kms_key"]
+    if "tags" in options:
+        pairs = [tag.partition(":") for tag in options["tags"].split("+")]
+        body["Tags"] = [{"Key": key, "Value": value} for key, _, value in pairs]
+    return json.dumps(body, indent=2) + "\n"
+
+
+def _hyperparameters(request: JobRequest) -> dict[str, str]:
+    """Return the recipe, and the overrides with the paths of the container."""
     parameters = {"recipe": request.recipe, **request.overrides}
     del parameters[RUN_DIR]  # a path of this machine
-    channels = []  # name, source and input mode
     if standalone_recipe(request) is not None:
-        parameters["recipe"] = f"{CHANNEL}/recipe/recipe.toml"
-        channels.append(("recipe", f"{home}/recipe/", "File"))
-    if job.data.path.startswith("s3://") and not re.search(r"[*?\[]", job.data.path):
-        parameters["data.path"] = f"{CHANNEL}/training"
-        channels.append(("training", job.data.path, "FastFile"))
-    if request.nodes[1] > 1 and job.checkpoint.is_in_run_dir:
-        parameters["checkpoint.dir"] = f"{home}/checkpoints"
-    text = render_template(
-        "sagemaker.json.j2",
-        json.dumps,
-        job_name=f"{request.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}",
-        image=job.launch.image,
-        entry=entry,
-        parameters=parameters,
-        channels=channels,
-        home=home,
-        instances=request.nodes[1],
-        is_spot=options.get("spot") == "true",
-        seconds=seconds,
-        wait_seconds=parse_duration(options["wait"]) if "wait" in options else 2 * seconds,
-        options=options,
-    )
-    return json.dumps(json.loads(text), indent=2) + "\n"
+        parameters["recipe"] = f"{CHANNELS}/recipe/recipe.toml"
+    if s3_data(request.job):
+        parameters["data.path"] = f"{CHANNELS}/training"
+    if request.nodes[1] > 1 and request.job.checkpoint.is_in_run_dir:
+        parameters["checkpoint.dir"] = f"{_s3_prefix(request)}/checkpoints"
+    return parameters
+
+
+def _channels(request: JobRequest) -> list[dict[str, Any]]:
+    """Return the input channels: recipe, data in S3, and file systems."""
+    sources = []  # name, location and input mode
+    if standalone_recipe(request) is not None:
+        sources.append(("recipe", f"{_s3_prefix(request)}/recipe/", "File"))
+    if data := s3_data(request.job):
+        mode = request.job.launch.options.get("input_mode", "FastFile")
+        sources.append(("training", data, mode))
+    channels = []
+    for name, uri, mode in sources:
+        source = {"S3DataType": "S3Prefix", "S3Uri": uri}
+        source["S3DataDistributionType"] = "FullyReplicated"
+        channel = {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
+        channels.append(channel)
+    return [*channels, *make_channels(request.job)]
+
+
+def _resources(request: JobRequest) -> dict[str, Any]:
+    """Return the instances and their disks."""
+    options = request.job.launch.options
+    types, plan = options["instance_type"].split("+"), options.get("training_plan")
+    resources: dict[str, Any] = {"InstanceCount": request.nodes[1]}
+    if len(types) == 1:
+        resources["InstanceType"] = types[0]
+        if plan:
+            resources["TrainingPlanArn"] = plan
+    else:
+        resources["InstancePreferences"] = [{"InstanceType": name} for name in types]
+        if plan:
+            resources["InstancePreferences"][0]["TrainingPlanArns"] = [plan]
+    resources["VolumeSizeInGB"] = int(options.get("volume", "100"))
+    if "keep_alive" in options:
+        resources["KeepAlivePeriodInSeconds"] = parse_duration(options["keep_alive"])
+    if "kms_key" in options and not any(map(has_local_disks, types)):
+        resources["VolumeKmsKeyId"] = options["kms_key"]
+    return resources
+
+
+def has_local_disks(instance_type: str) -> bool:
+    """Return True for a type with local disks, whose volumes cannot have a key.
+
+    Hardware encrypts these disks.  The rule is that of Amazon's Python SDK (a "d" in the family,
+    as in p4d, or g5), with the families that came later.
+    """
+    family = instance_type.split(".")[1]
+    return "d" in family or family.startswith(("g5", "g6", "g7", "p5", "p6", "trn"))
 
 
 def _s3_prefix(request: JobRequest) -> str:
     return f"s3://{request.job.launch.options['bucket']}/weft/{request.name}"
-
-
-# --------------------------------------------------------------------------- checking
 
 
 def check(text: str) -> list[str]:
@@ -138,50 +175,24 @@ def check(text: str) -> list[str]:
     except ValueError as error:
         return [f"the request is not valid JSON: {error}"]
     try:
-        from botocore.session import get_session
-        from botocore.validate import ParamValidator
+        return check_request(body)
     except ImportError:
         return warn_unchecked("the model of the API", INSTALL)
-    model = get_session().get_service_model("sagemaker")
-    shape = model.operation_model("CreateTrainingJob").input_shape
-    report = ParamValidator().validate(body, shape).generate_report()
-    return [*filter(None, report.splitlines()), *_check_constraints(body, shape, "")]
-
-
-def _check_constraints(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """Yield violations of constraints that botocore does not check."""
-    maximum = shape.metadata.get("max")
-    if shape.type_name in ("list", "map", "string") and isinstance(value, list | dict | str):
-        if maximum is not None and len(value) > maximum:
-            yield f"{path}: length {len(value)} exceeds {maximum}"
-    elif isinstance(value, int) and maximum is not None and value > maximum:
-        yield f"{path}: {value} exceeds {maximum}"
-    if shape.type_name == "string" and isinstance(value, str):
-        pattern = shape.metadata.get("pattern")
-        if pattern and not re.fullmatch(pattern, value, re.DOTALL):
-            yield f"{path}: {value!r} does not match {pattern}"
-        if shape.enum and value not in shape.enum:
-            yield f"{path}: {value!r} is not one of {', '.join(shape.enum)}"
-    elif shape.type_name == "structure" and isinstance(value, dict):
-        for name, member in shape.members.items():
-            if name in value:
-                yield from _check_constraints(value[name], member, f"{path}.{name}")
-    elif shape.type_name == "list" and isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _check_constraints(item, shape.member, f"{path}[{number}]")
-    elif shape.type_name == "map" and isinstance(value, dict):
-        for name, item in value.items():
-            yield from _check_constraints(name, shape.key, f"{path}.{name}")
-            yield from _check_constraints(item, shape.value, f"{path}.{name}")
 
 
 # --------------------------------------------------------------------------- the service
 
 
 def submit(path: Path, request: JobRequest) -> str:
-    """Upload the recipe unless it is a shipped one, create the job, return its ARN."""
+    """Upload the recipe unless it is a shipped one, create the job, return its ARN.
+
+    Raises:
+        InvalidConfig: if a file system of the job is not as the options say.
+        WeftError: if AWS refuses a request.
+    """
     body, recipe = json.loads(path.read_text("utf-8")), standalone_recipe(request)
     with connect_aws(request.job.launch.options.get("region")) as client:
+        verify_file_systems(client, request).raise_any()
         if recipe is not None:
             bucket, _, prefix = _s3_prefix(request).removeprefix("s3://").partition("/")
             key = f"{prefix}/recipe/recipe.toml"

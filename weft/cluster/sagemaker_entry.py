@@ -16,6 +16,7 @@ In both cases this process only supervises a child process, so that it can repor
 
 *hyperparameters*: ``recipe`` names the recipe; all others are ``--section.key value``.
 *data*: ``data.path`` is the channel ``training`` or ``train``, if one exists.
+*file systems*: ``/fsx`` and ``/efs`` become links to the channels ``fsx`` and ``efs``.
 *run directory*: ``/opt/ml/checkpoints``, which SageMaker copies to S3 while a job runs, and back
 when it restarts the job, so that the run resumes.
 *success*: the first rank exports the model into ``/opt/ml/model``.
@@ -45,9 +46,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
+from weft.cluster.probes import read_text
 from weft.cluster.rank_exit import read_error_reports
+from weft.cluster.sagemaker_storage import check_mounts, link_file_systems
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.train.environment import detect_environment
@@ -180,10 +184,10 @@ def to_toml(value: object) -> str:
     return json.dumps(value)
 
 
-def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], Path]:
-    """Return the arguments of ``weft train``, and the run directory.
+def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], Job]:
+    """Return the arguments of ``weft train``, and the job that they make.
 
-    SageMaker's settings are the defaults of both.
+    SageMaker's settings are the defaults.
 
     Raises:
         InvalidConfig: if there is no recipe, or no shared directory for the checkpoints.
@@ -200,17 +204,17 @@ def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], 
     chosen = {key for key, _ in given} & {"data.path", "data.mixture"}
     if channel and not chosen and not job.data.is_mixture:
         defaults.append(("data.path", str(container.channels[channel])))
-    run_dir = job.run.dir
-    if run_dir == "auto":
+    if job.run.dir == "auto":
         run_dir = str(container.base / "checkpoints")
         defaults.append(("run.dir", run_dir))
-    if job.checkpoint.is_in_run_dir and job.run.dir == "auto" and len(container.hosts) > 1:
-        rule = f"is not possible: {run_dir} is not shared by the "
-        rule += f"{len(container.hosts)} hosts, which all write parts of a checkpoint"
-        remedy = "set the hyperparameter checkpoint.dir to s3://bucket/prefix, or to a path on FSx"
-        raise InvalidConfig([ConfigError("checkpoint.dir", "auto", rule, remedy)])
+        if job.checkpoint.is_in_run_dir and len(container.hosts) > 1:
+            rule = f"is not possible: {run_dir} is not shared by the "
+            rule += f"{len(container.hosts)} hosts, which all write parts of a checkpoint"
+            remedy = "set the hyperparameter checkpoint.dir to s3://bucket/prefix, or to a path "
+            remedy += "below /fsx with a channel fsx"
+            raise InvalidConfig([ConfigError("checkpoint.dir", "auto", rule, remedy)])
     words = (word for key, value in given + defaults for word in (f"--{key}", value))
-    return [recipe, *words], Path(run_dir)
+    return [recipe, *words], read_job(recipe, given + defaults)[0]
 
 
 def clean_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -327,7 +331,10 @@ def main() -> None:
     try:
         arguments = sys.argv[1:]
         pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
-        arguments, run_dir = train_arguments(pairs, container)
+        mounts = read_text(Path("/proc/self/mountinfo"))
+        link_file_systems(container.channels, mounts, Path("/")).raise_any()
+        arguments, job = train_arguments(pairs, container)
+        check_mounts(job, mounts, Path("/")).raise_any()
         environment |= {
             "SM_HOSTS": json.dumps(container.hosts),
             "SM_CURRENT_HOST": container.host,
@@ -340,6 +347,7 @@ def main() -> None:
     is_first = container.host == container.hosts[0] if rank is None else rank["RANK"] == "0"
     if harmful and is_first:
         print(f"weft: removed the toolkit's {', '.join(harmful)}", file=sys.stderr)
+    run_dir = Path(job.run.dir)
     status, tail = run_weft(["train", *arguments], environment)
     if status == 0 and is_first:
         status, tail = export_model(run_dir, container.model, environment)

@@ -220,8 +220,20 @@ def node_overrides(
     return pairs
 
 
-def submit(on: str, request: JobRequest, text: str) -> str:
-    """Save the script or manifest in the run directory, submit it, return the job id.
+def check_text(on: str, text: str) -> None:
+    """Check a script or manifest with the cluster's tools or its published schema.
+
+    Raises:
+        InvalidConfig: with every rule that it breaks.
+    """
+    if rules := get_cluster(on).check(text):
+        raise InvalidConfig(
+            ConfigError(f"--on {on}", MISSING, f"rejects the job: {rule}") for rule in rules
+        )
+
+
+def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
+    """Save the script or manifest in the run directory, submit it, return the job.
 
     Raises:
         InvalidConfig: if an earlier job of the run is still active.
@@ -257,7 +269,7 @@ def submit(on: str, request: JobRequest, text: str) -> str:
     except OSError as error:
         cause = f"{run_dir / RECORD} cannot be written: {error.strerror}"
         raise WeftError(f"{on} accepted job {id}, but {cause}") from error
-    return id
+    return SubmittedJob(run_dir, on, id)
 
 
 # --------------------------------------------------------------------------- submitted jobs
@@ -301,6 +313,10 @@ class SubmittedJob:
     def status(self) -> str:
         """See `Cluster.status`."""
         return get_cluster(self.on).status(self.id)
+
+    def is_active(self) -> bool:
+        """Return True if the job has not ended."""
+        return is_active(self.status())
 
     def cancel(self) -> str:
         """See `Cluster.cancel`."""

@@ -11,6 +11,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from weft.config.escaping import escape_controls, raw_stream
 from weft.monitor.step_record import StepRecord
 
+# Lines of a step and of a validation, by the fields of `StepRecord`.  The numbers are plain, in the
+# units of metrics.jsonl, because log collectors read them: see `weft.cluster.cloudwatch`.
+STEP_LINE = (
+    "loss {loss:.4f}  {tokens_per_second:.0f} tokens/s  MFU {mfu:.3f}  grad norm {grad_norm:.3f}  "
+    "lr {lr:.2e}  memory {memory_peak_gib:.2f} GiB  goodput {goodput:.3f}"
+)
+EVAL_LINE = "step {step}: validation loss {eval_loss:.4f}"
+
 
 class _QuietConsole(Console):
     def on_broken_pipe(self) -> None:
@@ -55,29 +63,28 @@ class Terminal:
 
     def write(self, record: StepRecord) -> None:
         """Show a record."""
-        text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
-        if record.mfu is not None:
-            text += f"  MFU {record.mfu:.1%}"
-        text += "".join(f"  {name} {mean:.3f}" for name, mean in (record.metrics or {}).items())
+        parts = [part for part in STEP_LINE.split("  ") if record.mfu or "{mfu:" not in part]
+        shown = parts if self._progress is None else parts[:3]
+        text = "  ".join(shown).format(**vars(record)) + format_means(record.metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, text=escape_controls(text))
         else:
-            elapsed = max(1e-9, time.monotonic() - self._start_time)
-            left = (self._steps - record.step) * elapsed / (record.step - self._resumed_step)
-            line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
-            line += f"  lr {record.lr:.2e}  {format_duration(left)} left"
-            self._console.print(line, soft_wrap=True)
+            seconds = (time.monotonic() - self._start_time) / (record.step - self._resumed_step)
+            left = format_duration((self._steps - record.step) * seconds)
+            self._console.print(f"step {record.step}/{self._steps}  {text}  {left} left")
         if record.eval_loss is not None:
-            metrics = record.eval_metrics or {}
-            line = f"step {record.step}: validation loss {record.eval_loss:.4f}"
-            line += "".join(f"  {name} {mean:.3f}" for name, mean in metrics.items())
-            line += "" if metrics else " nats/token"
-            self._console.print(line, soft_wrap=True)
+            means = format_means(record.eval_metrics) or " nats/token"
+            self._console.print(EVAL_LINE.format(**vars(record)) + means)
 
     def close(self) -> None:
         """Remove the progress line."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def format_means(means: dict[str, float] | None) -> str:
+    """Format the metrics of an objective, each after two spaces."""
+    return "".join(f"  {name} {mean:.3f}" for name, mean in (means or {}).items())
 
 
 def format_duration(seconds: float) -> str:
