@@ -44,6 +44,38 @@ STATFS_FIELDS = (
     "f_namemax",
 )
 
+# Outputs of ``lfs getstripe -d`` on Polaris, and of ``lfs df`` on a file system with five OSTs.
+ONE_STRIPE = "stripe_count:  1 stripe_size:   1048576 pattern:       0 stripe_offset: -1\n\n"
+DF = """\
+UUID                       bytes        Used   Available Use% Mounted on
+fs-MDT0000_UUID             2.8G        2.1M      288.8M   1% /mnt/fs[MDT:0]
+fs-MDT0001_UUID             2.8G        2.0M      288.9M   1% /mnt/fs[MDT:1]
+fs-OST0000_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:0]
+fs-OST0001_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:1]
+fs-OST0002_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:2]
+fs-OST0003_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:3]
+fs-OST0004_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:4]
+
+filesystem_summary:        23.0G      107.5M       19.5G   1% /mnt/fs
+"""
+# A file whose name ends with "s3" is released; "hsm_state" prints the state of each argument.
+LFS = """\
+#!/bin/sh
+echo "$@" >> {here}/calls
+command=$1
+shift
+if [ "$command" = hsm_state ]; then
+    for file; do
+        case $file in
+            *s3) echo "$file: (0x0000000d) released exists archived, archive_id:1" ;;
+            *) echo "$file: (0x00000009) exists archived, archive_id:1" ;;
+        esac
+    done
+elif [ -e {here}/$command ]; then
+    cat {here}/$command
+fi
+"""
+
 
 def missing() -> str:
     """Return what this machine lacks for a mount; empty: nothing."""
@@ -80,6 +112,23 @@ def read_counts(server: subprocess.Popen[bytes], file: Path) -> Counter[str]:
     while not file.exists():
         time.sleep(0.01)
     return Counter(json.loads(file.read_text()))
+
+
+def make_lfs(directory: Path) -> Path:
+    """Make a directory with a stand-in of ``lfs``, which records its arguments in ``calls``."""
+    directory.mkdir()
+    (directory / "lfs").write_text(LFS.format(here=directory))
+    (directory / "lfs").chmod(0o755)
+    (directory / "df").write_text(DF)
+    (directory / "getstripe").write_text(ONE_STRIPE)
+    return directory
+
+
+def lfs_calls(directory: Path, name: str = "") -> list[str]:
+    """Return the recorded calls of a command of ``lfs``."""
+    file = directory / "calls"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line for line in lines if line.startswith(name)]
 
 
 def make_operations(options: argparse.Namespace) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import make_text
-from tests.lustre_mount import missing, mounted
+from tests.lustre_mount import DF, ONE_STRIPE, lfs_calls, make_lfs, missing, mounted
 from tests.small import small_job
 from weft.cluster import lustre
 from weft.cluster.lustre import (
@@ -60,7 +60,6 @@ FSX = HEAD.format(4) + "".join(
 )
 DATA_ON_MDT = "testdir1\n" + HEAD.format(2)
 DATA_ON_MDT += COMPONENT.format(0, 65536, 0, "mdt") + COMPONENT.format(65536, "EOF", -1, "raid0")
-ONE_STRIPE = "stripe_count:  1 stripe_size:   1048576 pattern:       0 stripe_offset: -1\n\n"
 OLD = "/mnt/x\nstripe_count:   4 stripe_size:    1048576 stripe_offset:  -1\n"
 FILE = """\
 /mnt/testfs/domdir/normfile
@@ -73,56 +72,19 @@ lmm_stripe_offset: 1
        1              3           0x3              0
        0              3           0x3              0
 """
-DF = """\
-UUID                       bytes        Used   Available Use% Mounted on
-fs-MDT0000_UUID             2.8G        2.1M      288.8M   1% /mnt/fs[MDT:0]
-fs-MDT0001_UUID             2.8G        2.0M      288.9M   1% /mnt/fs[MDT:1]
-fs-OST0000_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:0]
-fs-OST0001_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:1]
-fs-OST0002_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:2]
-fs-OST0003_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:3]
-fs-OST0004_UUID             4.6G       21.5M        3.9G   1% /mnt/fs[OST:4]
-
-filesystem_summary:        23.0G      107.5M       19.5G   1% /mnt/fs
-"""
-# A file whose name ends with "s3" is released; "hsm_state" prints the state of each argument.
-LFS = """\
-#!/bin/sh
-echo "$@" >> {here}/calls
-command=$1
-shift
-if [ "$command" = hsm_state ]; then
-    for file; do
-        case $file in
-            *s3) echo "$file: (0x0000000d) released exists archived, archive_id:1" ;;
-            *) echo "$file: (0x00000009) exists archived, archive_id:1" ;;
-        esac
-    done
-elif [ -e {here}/$command ]; then
-    cat {here}/$command
-fi
-"""
 
 
 @pytest.fixture
 def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a stand-in of ``lfs`` on PATH, with ``tmp_path`` on Lustre; return its directory."""
-    here = tmp_path / "lfs-bin"
-    here.mkdir()
-    (here / "lfs").write_text(LFS.format(here=here))
-    (here / "lfs").chmod(0o755)
-    (here / "df").write_text(DF)
+    here = make_lfs(tmp_path / "lfs-bin")
+    (here / "getstripe").unlink()
     monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
     mounts = tmp_path / "mountinfo"
     line = f"41 22 0:36 / {tmp_path} rw,relatime - lustre fs@tcp:/x rw,flock\n"
     mounts.write_text("22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n" + line)
     monkeypatch.setattr("weft.config.mounts.MOUNTS_FILE", mounts)
     return here
-
-
-def calls(here: Path, name: str = "") -> list[str]:
-    lines = (here / "calls").read_text().splitlines() if (here / "calls").exists() else []
-    return [line for line in lines if line.startswith(name)]
 
 
 # --------------------------------------------------------------------------- stripes
@@ -164,7 +126,7 @@ def test_new_directory_with_one_stripe_gets_a_progressive_layout(lfs: Path, tmp_
     lines: list[str] = []
     home = tmp_path / "run/checkpoints"
     create_checkpoint_dir(home, lines.append)
-    assert calls(lfs) == [
+    assert lfs_calls(lfs) == [
         f"getstripe -d {home}",
         f"df {home}",
         f"setstripe -E 100M -c 1 -E -1 -c 5 {home}",
@@ -173,7 +135,7 @@ def test_new_directory_with_one_stripe_gets_a_progressive_layout(lfs: Path, tmp_
     assert "is on Lustre: set a progressive layout of 1 to 5 stripes" in lines[0]
     create_checkpoint_dir(home, lines.append)  # it may be the user's own layout
     assert len(lines) == 1
-    assert len(calls(lfs)) == 3
+    assert len(lfs_calls(lfs)) == 3
 
 
 @pytest.mark.parametrize(
@@ -193,7 +155,7 @@ def test_new_directory_keeps_another_layout(
     create_checkpoint_dir(tmp_path / "checkpoints", lines.append)
     assert len(lines) == 1
     assert words in lines[0]
-    assert not calls(lfs, "setstripe")
+    assert not lfs_calls(lfs, "setstripe")
     assert (tmp_path / "checkpoints").is_dir()
 
 
@@ -228,11 +190,11 @@ def test_hydrate_requests_released_files_in_batches(
     lines: list[str] = []
     locations = [str(data), f"{data}/*.txt", "s3://bucket/x", str(data / "missing"), "/etc/hosts"]
     hydrate(locations, lines.append)
-    assert calls(lfs, "hsm_restore") == [
+    assert lfs_calls(lfs, "hsm_restore") == [
         f"hsm_restore {data}/a.s3 {data}/b.s3",
         f"hsm_restore {data}/e.s3",
     ]
-    assert not [call for call in calls(lfs, "hsm_state") if "/etc" in call]
+    assert not [call for call in lfs_calls(lfs, "hsm_state") if "/etc" in call]
     assert lines == ["asked Lustre to load 3 files (150 bytes) from S3, ahead of reading them"]
     assert count_released([str(data)], 4) == (2, 4)
     hydrate([str(data / "c.txt")], lines.append)
