@@ -51,7 +51,7 @@ pytestmark = [
 
 
 def run_command(command: list[str], environment: dict[str, str], output: str) -> None:
-    """Run weft's command, as the leader of a session; in a process of its own."""
+    """Run weft's command, as the leader of a new session, in a new process."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -66,7 +66,7 @@ class Run:
 
     Args:
         home: directory of run and cache.
-        visible: the same directory without the slow file system, to look at the files.
+        visible: the same directory without the slow file system.
         text: data.
         ranks: number of ranks; 0: one that this process starts, as torchrun would.
         lfs: directory of the stand-in of ``lfs``.

@@ -121,6 +121,7 @@ def test_layout_has_at_most_all_osts(osts: int, arguments: str) -> None:
     assert count_osts(DF) == 5
 
 
+@pytest.mark.system
 def test_new_directory_with_one_stripe_gets_a_progressive_layout(lfs: Path, tmp_path: Path) -> None:
     (lfs / "getstripe").write_text(ONE_STRIPE)
     lines: list[str] = []
@@ -138,6 +139,7 @@ def test_new_directory_with_one_stripe_gets_a_progressive_layout(lfs: Path, tmp_
     assert len(lfs_calls(lfs)) == 3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
@@ -179,6 +181,7 @@ def test_released_files_of_recorded_output() -> None:
     assert parse_released(text, ["a: b", "here", "new"]) == ["a: b"]
 
 
+@pytest.mark.system
 def test_hydrate_requests_released_files_in_batches(
     lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +222,7 @@ def test_prepared_data_are_not_requested_again(
 # --------------------------------------------------------------------------- doctor and refusals
 
 
+@pytest.mark.system
 def test_doctor_reports_layout_and_released_files(lfs: Path, tmp_path: Path) -> None:
     (lfs / "getstripe").write_text(ONE_STRIPE)
     directory = probe_directory("checkpoint.dir", tmp_path, 1 << 20)

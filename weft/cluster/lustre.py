@@ -1,4 +1,4 @@
-"""Lustre, such as Amazon FSx for Lustre: stripes of checkpoints, and files that are still in S3.
+"""Lustre and FSx: stripes of checkpoints, and files that are still in S3.
 
 *Stripes.*  Lustre stores a file on as many object storage targets (OSTs) as its layout says.  A new
 file inherits the layout of its directory.  With one stripe, one OST limits the speed of a file.  A
@@ -81,7 +81,7 @@ def count_osts(text: str) -> int:
 
 
 def layout_arguments(num_osts: int) -> list[str]:
-    """Return the arguments of ``lfs setstripe`` for `LAYOUT`, with at most this many stripes."""
+    """Return the arguments of ``lfs setstripe`` for `LAYOUT`, bounded by the OSTs."""
     bounded = [(end, min(stripes, num_osts)) for end, stripes in LAYOUT]
     # Components with the same stripes are one, which ends where the last of them ends.
     ends = [list(part)[-1][0] for _, part in groupby(bounded, key=lambda part: part[1])]
@@ -160,7 +160,7 @@ def find_released(files: Iterable[str]) -> Iterator[list[str]]:
 
 
 def list_lustre_files(locations: Iterable[str]) -> Iterator[str]:
-    """Yield the files of files, directories and globs on Lustre; skip all other locations."""
+    """Yield the files of locations on Lustre; skip all other locations."""
     is_lustre = cache(lambda directory: find_mount(directory).is_lustre)
     for location in locations:
         path = Path(location).expanduser().absolute()
@@ -175,7 +175,7 @@ def list_lustre_files(locations: Iterable[str]) -> Iterator[str]:
 
 
 def count_released(locations: Iterable[str], limit: int) -> tuple[int, int]:
-    """Return how many of the first ``limit`` files on Lustre are released, and the files read."""
+    """Return the numbers of released and of examined files, of at most ``limit``."""
     files = list(islice(list_lustre_files(locations), limit))
     return sum(map(len, find_released(files))), len(files)
 

@@ -226,7 +226,7 @@ NETWORK_FILE_SYSTEMS = (
 
 
 def check_directories(facts: Facts) -> Iterator[Finding]:
-    """Check speed, free space, locks, links, stripes and sharing of the job's directories."""
+    """Check speed, space, locks, links, stripes and sharing of the directories."""
     if facts.released[0]:
         observation = "{:,} of {:,} files have their contents only in S3".format(*facts.released)
         remedy = "weft requests them when it prepares the data; docs/fsx.md"

@@ -53,7 +53,7 @@ def load_dataset(plan: Plan, console: Console) -> Dataset:
 
 
 def hydrate_start(plan: Plan, console: Console) -> None:
-    """Hydrate what a run loads first: its newest checkpoint, or the model that it imports.
+    """Hydrate what a run loads first: a checkpoint, or the model that it imports.
 
     Only the node that logs does so.
     """
@@ -65,7 +65,7 @@ def hydrate_start(plan: Plan, console: Console) -> None:
 
 
 def hydrate_tokens(dataset: Dataset, log: Log) -> None:
-    """Hydrate the files of a dataset, which training maps into memory, without waiting."""
+    """Hydrate the files that training maps into memory, without waiting."""
     files = [
         str(source.store.path / shard.file)
         for source in dataset.sources

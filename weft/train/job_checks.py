@@ -291,7 +291,7 @@ def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:
 
 
 def check_writable(key: str, value: str) -> list[ConfigError]:
-    """Check that a path can be written, and locked, with a hidden file in its nearest parent."""
+    """Check that a path can be written and locked, by a file in its nearest parent."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(value)  # a name that is too long is seen here
