@@ -68,7 +68,7 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
         device=device,
         measured=measure_devices(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
         directories=tuple(probe_directory(key, path, size) for key, path in job_directories(job)),
-        released=count_released(job.data.sources, RELEASED_SAMPLE),
+        released=count_released(job.data.sources, RELEASED_SAMPLE) if with_nodes else (0, 0),
         stores=(probe_store("checkpoint.dir", home, size),) if "://" in home else (),
     )
     if not endpoint or not with_nodes:

@@ -219,7 +219,7 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
 
 # --------------------------------------------------------------------------- storage
 
-SLOW_RENAMES = 50.0  # files created and renamed per second; a disk reaches thousands
+SLOW_RENAMES = 10.0  # files created and renamed per second; a disk reaches thousands
 NETWORK_FILE_SYSTEMS = (
     r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|glusterfs|9p|virtiofs|afs|wekafs|fuse\..*"
 )
