@@ -25,6 +25,7 @@ import pytest
 
 from tests.conftest import make_text
 from tests.lustre_mount import lfs_calls, make_lfs, missing, mounted
+from tests.s3 import free_ports
 from tests.small import SMALL, newest_state
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, open_contents, read_manifest
 from weft.checkpoint.shard_files import check_files, find_damaged_file
@@ -86,12 +87,13 @@ class Run:
         self.environment = {"PATH": f"{lfs}:{os.environ['PATH']}"}
         if ranks == 0:
             place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            self.environment |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+            self.environment |= place | {"MASTER_ADDR": "127.0.0.1"}
         visible.mkdir(parents=True, exist_ok=True)
         self.output = visible / "output"
 
     def start(self) -> BaseProcess:
-        arguments = (self.command, self.environment, str(self.output))
+        port = {"MASTER_PORT": str(free_ports(1)[0])} if "RANK" in self.environment else {}
+        arguments = (self.command, self.environment | port, str(self.output))
         process = get_context("forkserver").Process(target=run_command, args=arguments)
         process.start()
         return process
