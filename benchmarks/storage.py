@@ -1,6 +1,13 @@
-"""Compare an object store with a local disk, for data and checkpoints.
+"""Compare an object store and a simulated Lustre with a local disk, for data and checkpoints.
 
     python -m benchmarks.storage [--megabytes 100] [--rounds 5]        from the repository's root
+
+It compares what this machine has: without Ceph only Lustre, without FUSE only the store.
+
+*Lustre* is tests/lustre_mount.py: a directory of the disk through FUSE and Python, in which a
+directory or rename takes 1 / 150 s and a file 1 / 3000 s, one after another.  These are the rates
+of a whole FSx file system with 1,500 metadata IOPS.  The bandwidth is FUSE's, not that of FSx.  The
+report has the metadata operations of one save.
 
 The store is Ceph's RADOS Gateway on loopback, started by tests/s3.py, which lists its requirements.
 It is a real S3 server: the network is free, but processor, disk and signatures are not.  So the
@@ -27,8 +34,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +45,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint import build_model, drop_page_cache, step
 from benchmarks.data import write_lines
-from tests import s3
+from tests import lustre_mount, s3
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
@@ -46,6 +54,9 @@ from weft.data.tokenizer_training import train_tokenizer
 from weft.train.setup import Built
 
 BUCKET = "s3://bench"
+# Seconds per operation at 1,500 metadata IOPS; an unlink is one IOPS, a directory or rename ten.
+FSX_DELAYS = {"mkdir": 1 / 150, "rename": 1 / 150, "rmdir": 1 / 300}
+FSX_DELAYS |= {"create": 1 / 3000, "open": 1 / 3000, "link": 1 / 3000, "unlink": 1 / 1500}
 
 
 def prepare(source: str, tokenizer: Path, cache: Path) -> None:
@@ -93,8 +104,9 @@ def main() -> None:
     parser.add_argument("--text", type=int, default=8, help="megabytes of data")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    if missing := s3.missing():
-        raise SystemExit(f"needs {', '.join(missing)}: see tests/s3.py")
+    missing = {"s3": ", ".join(s3.missing()), "lustre": lustre_mount.missing()}
+    if all(missing.values()):
+        raise SystemExit(f"needs {missing}: see tests/s3.py and tests/lustre_mount.py")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
     built, size = build_model(options.megabytes)
@@ -103,15 +115,10 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="weft-storage-", dir="runs")).absolute()
     load_before = os.getloadavg()
     try:
-        with s3.server() as port:
-            os.environ |= {
-                "AWS_ACCESS_KEY_ID": s3.KEY,
-                "AWS_SECRET_ACCESS_KEY": s3.SECRET,
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                "AWS_DEFAULT_REGION": "us-east-1",
-            }
-            open_directory(BUCKET).fs.mkdir("bench")  # type: ignore[attr-defined]
-            measure(options, built, size, directory, port)
+        with ExitStack() as stack:
+            port = None if missing["s3"] else start_store(stack)
+            mount = None if missing["lustre"] else start_lustre(stack, directory)
+            measure(options, built, size, directory, port, mount)
     finally:
         shutil.rmtree(directory)
         dist.destroy_process_group()
@@ -119,32 +126,65 @@ def main() -> None:
     print(f"load of the machine before and after: {', '.join(loads)} on {os.cpu_count()} cores")
 
 
+def start_store(stack: ExitStack) -> int:
+    """Start the object store, with a bucket; return its port."""
+    port = stack.enter_context(s3.server())
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": s3.KEY,
+        "AWS_SECRET_ACCESS_KEY": s3.SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    open_directory(BUCKET).fs.mkdir("bench")  # type: ignore[attr-defined]
+    return port
+
+
+def start_lustre(stack: ExitStack, directory: Path) -> tuple[Path, Callable[[], Counter[str]]]:
+    """Mount the simulated Lustre; return where, and a function that counts its operations."""
+    delays = ",".join(f"{name}={seconds:.6f}" for name, seconds in FSX_DELAYS.items())
+    counts, mount = directory / "counts", directory / "lustre"
+    words = ("--delays", delays, "--counts", str(counts))
+    server = stack.enter_context(lustre_mount.mounted(directory / "backing", mount, *words))
+    return mount, lambda: lustre_mount.read_counts(server, counts)
+
+
 def measure(
-    options: argparse.Namespace, built: Built, size: int, directory: Path, port: int
+    options: argparse.Namespace,
+    built: Built,
+    size: int,
+    directory: Path,
+    port: int | None,
+    lustre: tuple[Path, Callable[[], Counter[str]]] | None,
 ) -> None:
     lines, tokenizer = directory / "lines.jsonl", directory / "tokenizer.json"
     write_lines(lines, options.text << 20)
     texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()[:500]]
     train_tokenizer(texts, 4096).save(str(tokenizer))
-    remote = open_directory(f"{BUCKET}/lines.jsonl")
-    remote.write_bytes(lines.read_bytes())
-    local, store = Checkpoints(directory / "home", built), Checkpoints(f"{BUCKET}/home", built)
-    one = open_directory(f"{BUCKET}/one")
-    content = os.urandom(size)
-
-    def put() -> None:
-        with create_file(one, size) as file:
-            file.write(content)
-
-    cache = directory / "cache"
+    local, cache = Checkpoints(directory / "home", built), directory / "cache"
     pairs: dict[str, list[tuple[str, Callable[[], object]]]] = {
-        "prepare": [
-            ("disk", lambda: prepare(str(lines), tokenizer, cache)),
-            ("s3", lambda: prepare(str(remote), tokenizer, cache)),
-        ],
-        "save": [("disk", local.save), ("s3", store.save), ("one object", put)],
-        "load": [("disk", local.load), ("s3", store.load), ("one object", one.read_bytes)],
+        "prepare": [("disk", lambda: prepare(str(lines), tokenizer, cache))],
+        "save": [("disk", local.save)],
+        "load": [("disk", local.load)],
     }
+    if lustre is not None:
+        there = Checkpoints(lustre[0] / "home", built)
+        copy = str(shutil.copy(lines, lustre[0]))
+        pairs["prepare"].append(("lustre", lambda: prepare(copy, tokenizer, lustre[0] / "cache")))
+        pairs["save"].append(("lustre", there.save))
+        pairs["load"].append(("lustre", there.load))
+    remote = f"{BUCKET}/lines.jsonl"
+    if port is not None:
+        store, one = Checkpoints(f"{BUCKET}/home", built), open_directory(f"{BUCKET}/one")
+        open_directory(remote).write_bytes(lines.read_bytes())
+        content = os.urandom(size)
+
+        def put() -> None:
+            with create_file(one, size) as file:
+                file.write(content)
+
+        pairs["prepare"].append(("s3", lambda: prepare(remote, tokenizer, cache)))
+        pairs["save"] += [("s3", store.save), ("one object", put)]
+        pairs["load"] += [("s3", store.load), ("one object", one.read_bytes)]
     seconds: dict[tuple[str, str], list[float]] = {}
     for round_ in range(options.rounds + 1):  # the first round warms up
         for what, methods in pairs.items():
@@ -156,18 +196,24 @@ def measure(
                 if round_:
                     seconds.setdefault((what, name), []).append(time.perf_counter() - start_time)
     fetched = {}
-    with counting(port) as proxy:
-        counted = Checkpoints(f"{BUCKET}/counted", built)
-        for what, run in (
-            ("prepare", pairs["prepare"][1][1]),
-            ("save", counted.save),
-            ("load", counted.load),
-        ):
-            before = (proxy.requests, proxy.all_bytes)
-            run()
-            fetched[what] = (proxy.requests - before[0], proxy.all_bytes - before[1])
-    remove(open_directory(BUCKET))
+    if port is not None:
+        with counting(port) as proxy:
+            counted = Checkpoints(f"{BUCKET}/counted", built)
+            for what, run in (
+                ("prepare", lambda: prepare(remote, tokenizer, cache)),
+                ("save", counted.save),
+                ("load", counted.load),
+            ):
+                before = (proxy.requests, proxy.all_bytes)
+                run()
+                fetched[what] = (proxy.requests - before[0], proxy.all_bytes - before[1])
+        remove(open_directory(BUCKET))
     print_report(seconds, fetched, size, lines.stat().st_size, options.rounds)
+    if lustre is not None:
+        earlier = lustre[1]()
+        there.save()
+        operations = lustre[1]() - earlier
+        print("operations of one save on lustre:", dict(operations.most_common()))
 
 
 def print_report(
@@ -179,9 +225,10 @@ def print_report(
 ) -> None:
     names = ("torch", "s3fs", "botocore")
     versions = "  ".join(f"{name} {version(name)}" for name in names)
-    ceph = subprocess.run(["ceph", "--version"], capture_output=True, text=True, check=False)
     print(f"{date.today()}  {versions}  Python {platform.python_version()}")
-    print(" ".join(ceph.stdout.split()[:3]))
+    if shutil.which("ceph"):
+        ceph = subprocess.run(["ceph", "--version"], capture_output=True, text=True, check=False)
+        print(" ".join(ceph.stdout.split()[:3]))
     print(f"{text / 1e6:.1f} MB of lines, {size / 1e6:.0f} MB a checkpoint, {rounds} rounds")
     for (what, name), value in seconds.items():
         rate = (text if what == "prepare" else size) / 1e6 / statistics.median(value)

@@ -454,10 +454,10 @@ def test_mount_of_a_path_is_the_innermost() -> None:
         "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
         "40 22 0:35 / /my\\040data rw,relatime shared:1 - nfs4 server:/x rw,vers=4.2,nolock\n"
     )
-    assert find_mount(Path("/home/x"), mounts) == ("ext4", "rw,discard")
-    assert find_mount(Path("/my data/x"), mounts) == ("nfs4", "rw,vers=4.2,nolock")
+    assert find_mount(Path("/home/x"), mounts) == ("ext4", "/dev/vda", "rw,discard")
+    assert find_mount(Path("/my data/x"), mounts) == ("nfs4", "server:/x", "rw,vers=4.2,nolock")
     mounts += "41 22 0:36 / /Läufe rw - lustre fs@tcp:/x rw,flock\n"
-    assert find_mount(Path("/Läufe/x"), mounts) == ("lustre", "rw,flock")
+    assert find_mount(Path("/Läufe/x"), mounts) == ("lustre", "fs@tcp:/x", "rw,flock")
 
 
 def test_efa_plugin_is_found_with_its_version(tmp_path: Path) -> None:

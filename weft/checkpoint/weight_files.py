@@ -6,7 +6,6 @@ million elements each, so memory use does not grow with the model.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import math
@@ -47,6 +46,7 @@ from weft.checkpoint.shard_files import (
 from weft.checkpoint.storage import create_file, is_remote, remove
 from weft.config.errors import WeftError
 from weft.config.files import sync_directory
+from weft.config.locks import LocksMissing, try_lock
 
 ROW_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor per chunk
 
@@ -131,14 +131,15 @@ def publish_directory(final: Path) -> Iterator[Path]:
 
 
 def _try_lock(directory: Path, stack: ExitStack) -> bool:
-    """Lock a directory until ``stack`` closes; return True if it was free."""
+    """Lock a directory until ``stack`` closes; return True if it was free.
+
+    Without locks, another process may be writing to it.
+    """
     handle = os.open(directory, os.O_RDONLY)
     stack.callback(os.close, handle)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    with suppress(LocksMissing):
+        return try_lock(handle)
+    return False
 
 
 # --------------------------------------------------------------------------- reading

@@ -75,6 +75,7 @@ def run_data_inspect(options: argparse.Namespace) -> None:
 
 def prepare_named_data(options: argparse.Namespace) -> Dataset:
     """Prepare the data of a recipe or path."""
+    from weft.cluster.lustre import hydrate_when_reading
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
 
@@ -83,8 +84,10 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     path = [] if is_recipe else [("data.path", options.what)]
     job, _, errors = read_job(recipe, [*path, *options.overrides], options.errors)
     errors.raise_any()
-    with show_progress(quiet_console(sys.stderr)) as show:
-        return prepare_data(job.data, cache_dir(job.data), show)
+    console = quiet_console(sys.stderr)
+    with show_progress(console) as show:
+        report = hydrate_when_reading(job.data, show, console.print)
+        return prepare_data(job.data, cache_dir(job.data), report)
 
 
 def run_data_verify(options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from weft.cluster import UNHEALTHY
 from weft.cluster.device_benchmark import measure_devices
+from weft.cluster.lustre import count_released
 from weft.cluster.node_checks import run_checks
 from weft.cluster.node_facts import SEVERITIES, WAIT_SECONDS, Facts, Finding
 from weft.cluster.probes import (
@@ -35,6 +36,8 @@ from weft.config.locks import unwritable_error
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
 from weft.train.environment import PORT, detect_environment, reachable
+
+RELEASED_SAMPLE = 1000  # files of data.path to examine
 
 MAX_CPU_RANKS = 4  # the same limit as that of `weft train` on a CPU
 QUICK_BYTES, FULL_BYTES = 32 << 20, 1 << 30  # bytes to write to each directory and store
@@ -65,6 +68,7 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
         device=device,
         measured=measure_devices(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
         directories=tuple(probe_directory(key, path, size) for key, path in job_directories(job)),
+        released=count_released(job.data.sources, RELEASED_SAMPLE) if with_nodes else (0, 0),
         stores=(probe_store("checkpoint.dir", home, size),) if "://" in home else (),
     )
     if not endpoint or not with_nodes:

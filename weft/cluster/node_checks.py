@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.cluster import device_checks
+from weft.cluster.lustre import describe_layout, has_one_stripe
 from weft.cluster.node_facts import (
     WAIT_SECONDS,
     Check,
@@ -218,18 +219,24 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
 
 # --------------------------------------------------------------------------- storage
 
+SLOW_RENAMES = 10.0  # files created and renamed per second; a disk reaches thousands
 NETWORK_FILE_SYSTEMS = (
     r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|glusterfs|9p|virtiofs|afs|wekafs|fuse\..*"
 )
 
 
 def check_directories(facts: Facts) -> Iterator[Finding]:
-    """Check speed, free space, locks, links and sharing of the job's directories."""
+    """Check speed, space, locks, links, stripes and sharing of the directories."""
+    if facts.released[0]:
+        observation = "{:,} of {:,} files have their contents only in S3".format(*facts.released)
+        remedy = "weft requests them when it prepares the data; docs/fsx.md"
+        yield note(observation, remedy, check="data.path (lustre)")
     for directory in facts.directories:
         is_distributed = facts.nodes > 1 and not is_loopback(facts.endpoint)
         rates = format_rates(directory.write, directory.read)
         findings = list(_check_directory(directory, is_distributed, rates))
-        for finding in findings or [ok(f"{rates}, {format_gib(directory.free)} free")]:
+        layout = f", {describe_layout(directory.layout)}" if directory.layout else ""
+        for finding in findings or [ok(f"{rates}, {format_gib(directory.free)} free{layout}")]:
             yield replace(finding, check=f"{directory.key} ({directory.kind})")
 
 
@@ -272,6 +279,13 @@ def _check_directory(d: Directory, is_distributed: bool, rates: str) -> Iterator
         observation = f"{rates}: a checkpoint of 8B parameters takes {minutes:,.0f} min"
         remedy = "checkpoint.local_dir keeps newer state on the node; docs/storage.md"
         yield warning(observation, remedy)
+    if d.key in ("run.dir", "checkpoint.dir") and has_one_stripe(d.layout):
+        observation = "one stripe: each file is on one storage target, which limits its speed"
+        remedy = "let weft create checkpoint.dir, or use lfs setstripe on it before; docs/fsx.md"
+        yield note(observation, remedy)
+    if 0 < d.renames < SLOW_RENAMES:
+        observation = f"{d.renames:.0f} files created and renamed per second, which is slow"
+        yield warning(observation, "provision more metadata IOPS (FSx), or use another directory")
 
 
 def check_stores(facts: Facts) -> Iterator[Finding]:

@@ -56,6 +56,8 @@ class Directory:
     """A directory of the job; ``write`` and ``read`` in bytes/s.
 
     ``locks``: file locks exclude a second holder.  ``links``: the file system has hard links.
+    ``renames``: files created and renamed per second, by one process.  ``layout``: on Lustre, the
+    stripes of each component (`weft.cluster.lustre.parse_layout`).
     ``error``: why the probe failed.
     """
 
@@ -69,6 +71,8 @@ class Directory:
     read: float = 0.0
     locks: bool = True
     links: bool = True
+    renames: float = 0.0
+    layout: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -164,6 +168,7 @@ class Facts:
     efa_provider: str = ""
     ofi_plugin: str = ""  # version; '?': installed, of unknown version
     directories: tuple[Directory, ...] = ()
+    released: tuple[int, int] = (0, 0)  # files of data.path: only in S3, and examined (on Lustre)
     stores: tuple[ObjectStore, ...] = ()
     endpoint: str = ""  # of the rendezvous
     rendezvous_status: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error

@@ -35,6 +35,7 @@ from weft.checkpoint.storage import (
     read_range,
     remove,
 )
+from weft.cluster.lustre import parse_layout
 from weft.cluster.node_facts import (
     GPU_FIELDS,
     TIMED_OUT,
@@ -45,7 +46,10 @@ from weft.cluster.node_facts import (
     ObjectStore,
 )
 from weft.config.errors import WeftError
+from weft.config.files import replace_text
+from weft.config.mounts import S3_MOUNT, S3_MOUNT_RULE, find_mount
 
+RENAMES, RENAME_SECONDS = 50, 1.0
 CLOCK_SAMPLES, LINGER_SECONDS = 5, 1.0  # the store must outlive the reads of other nodes
 TOOL_TIMEOUT_SECONDS = 30.0  # with a broken driver, nvidia-smi never returns
 OLD_REASONS_FIELD = "clocks_throttle_reasons.active"
@@ -229,19 +233,6 @@ def find_ofi_plugin(directories: Sequence[str]) -> str:
 # --------------------------------------------------------------------------- directories, stores
 
 
-def find_mount(path: Path, mounts: str) -> tuple[str, str]:
-    """Return type and options of the file system of a path, from /proc/self/mountinfo."""
-    best = ("", "", "")
-    for line in mounts.splitlines():
-        left, _, right = line.partition(" - ")
-        # mountinfo writes a space as \040.
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split()[4])
-        if path.is_relative_to(point) and len(point) >= len(best[0]):
-            kind, _, *options = right.split()
-            best = (point, kind, ",".join(options))
-    return best[1], best[2]
-
-
 def measure_rates(path: Path, size: int) -> tuple[float, float, str]:
     """Write and read a new file; return both rates in bytes/s, and an error."""
     data = os.urandom(1 << 20) * (size >> 20)
@@ -262,9 +253,13 @@ def measure_rates(path: Path, size: int) -> tuple[float, float, str]:
 def probe_directory(key: str, directory: Path, size: int) -> Directory:
     """Write and read a temporary file in a directory or its nearest ancestor."""
     existing = next(p for p in (directory, *directory.parents) if os.path.isdir(p)).resolve()
-    result = Directory(
-        key, str(directory), *find_mount(existing, read_text(Path("/proc/self/mountinfo")))
-    )
+    mount = find_mount(existing)
+    result = Directory(key, str(directory), mount.kind, mount.options)
+    if mount.source == S3_MOUNT:
+        return replace(result, error=S3_MOUNT_RULE)
+    if mount.is_lustre:
+        layout = parse_layout(run_tool("lfs", "getstripe", "-d", str(existing)))
+        result = replace(result, layout=tuple(layout))
     try:
         with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=existing) as temporary:
             path = Path(temporary, "file")
@@ -278,10 +273,20 @@ def probe_directory(key: str, directory: Path, size: int) -> Directory:
                 read=read,
                 locks=supports_locks(path),
                 links=supports_hard_links(path),
+                renames=measure_renames(path),
                 error=error,
             )
     except OSError as error:
         return replace(result, error=f"cannot be written: {error.strerror}")
+
+
+def measure_renames(path: Path) -> float:
+    """Create and rename files beside ``path``; return their number per second."""
+    start, count = time.perf_counter(), 0
+    while count < RENAMES and time.perf_counter() - start < RENAME_SECONDS:
+        replace_text(path.with_name("renamed"), "")
+        count += 1
+    return count / (time.perf_counter() - start)
 
 
 def supports_locks(path: Path) -> bool:

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from weft.cluster.probes import find_mount
 from weft.cluster.submit import RUN_DIR, JobRequest, Option
 from weft.config.errors import ConfigErrors
+from weft.config.mounts import find_mount
 from weft.config.schema import Job, flatten
 
 CHANNELS = "/opt/ml/input/data"
@@ -243,7 +243,7 @@ def check_mounts(job: Job, mounts: str, root: Path) -> ConfigErrors:
 
 def check_type(path: Path, name: str, mounts: str) -> str:
     """Return a rule that the file system of a path breaks, or nothing."""
-    kind, (mount_type, _) = FILE_SYSTEMS[name], find_mount(path.resolve(), mounts)
+    kind, mount_type = FILE_SYSTEMS[name], find_mount(path.resolve(), mounts).kind
     is_right = mount_type in kind.mount_types
     return "" if is_right else f"is not {kind.title}, but of type {mount_type or 'unknown'}"
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
+from weft.cluster.lustre import create_checkpoint_dir
 from weft.cluster.rank_exit import (
     TrainingFailed,
     log_path,
@@ -35,6 +36,7 @@ from weft.cluster.rank_exit import (
     write_error,
     write_torchrun_error,
 )
+from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
@@ -42,11 +44,10 @@ from weft.config.formatting import display_path, format_count
 from weft.config.locks import lock_directory, unwritable_error
 from weft.config.schema import Job
 from weft.config.writer import to_toml
-from weft.data.dataset import Dataset, open_dataset
+from weft.data.dataset import Dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.inspect import describe_packing
 from weft.data.loader import build_mixture
-from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.source import STDLIB, STORIES
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import has_excess_padding
@@ -69,13 +70,10 @@ from weft.tools.report.run_report import (
     report_page,
     unwritten_message,
 )
-from weft.train.job_checks import check_text, describe_changes, plan_with_data
+from weft.train.job_checks import describe_changes, plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings
 from weft.train.state import checkpoint_dir
-
-if TYPE_CHECKING:
-    from weft.train.setup import Rank
 
 # The final report traces the pipeline stages, about one second each.  It does so only after runs of
 # at least this many seconds, with at most this many stages.
@@ -119,6 +117,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
     prediction, warning = predict_run(plan, detect_machine(job.run), force)
+    hydrate_start(plan, console)
     source = open_source(plan, force)
     dataset = load_dataset(plan, console)
     plan = plan_with_data(plan, dataset)
@@ -127,6 +126,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     with lock, report_pages(plan, console):
         print_plan(plan, recipe, console, prediction, warning)
         print_dataset(plan, dataset, console)
+        create_checkpoint_dir(checkpoint_dir(job.checkpoint, run_dir), console.print)
         plan = import_source(plan, source, console)
         job = plan.job
         changes = describe_changes(run_dir, job)
@@ -276,7 +276,10 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             # Preparation and import may take long.
             group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+            hydrate_start(plan, console)
             dataset = load_dataset_on_host(plan, console, ranks, group)
+            if rank == 0:
+                create_checkpoint_dir(checkpoint_dir(job.checkpoint, run_dir), console.print)
             plan = import_on_rank_0(plan_with_data(plan, dataset), console, group, force)
             if rank == 0:
                 stack.enter_context(lock_directory(run_dir, run_dir_in_use(run_dir)))
@@ -305,34 +308,6 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             print(f"  log: {log_path(run_dir, rank)}", file=terminal, flush=True)
         raise
     return 0 if is_complete else REQUEUE
-
-
-def load_dataset_on_host(
-    plan: Plan, console: Console, rank: Rank, group: dist.ProcessGroup
-) -> Dataset:
-    """Prepare the dataset on one rank of each host, and open it on every rank."""
-    path, errors = "", []
-    if rank.local_rank == 0:
-        try:
-            path = str(load_dataset(plan, console).path)
-        except InvalidConfig as invalid:
-            errors = invalid.errors
-    results: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(results, (path, errors), group=group)
-    errors = [error for _, errors in results for error in errors]
-    if errors:
-        raise InvalidConfig({str(error): error for error in errors}.values())
-    # A launcher numbers the ranks of one host consecutively.
-    return open_dataset(Path(results[rank.rank - rank.local_rank][0]))
-
-
-def load_dataset(plan: Plan, console: Console) -> Dataset:
-    """Return the tokenized dataset of the job; prepare it if it is not in the cache."""
-    data = plan.job.data
-    with show_progress(console) as show:
-        dataset = prepare_data(data, cache_dir(data), show)
-    check_text(plan, dataset)
-    return dataset
 
 
 def write_run_files(

@@ -24,7 +24,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
-from weft.config.locks import hold_lock
+from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, hold_lock
 from weft.data.token_store import (
     DATA_REMEDY,
     FORMAT,
@@ -306,4 +306,6 @@ def convert_cache_errors(cache: Path) -> Iterator[None]:
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
         remedy = "set data.cache_dir to a writable directory with enough space"
+        if isinstance(error, LocksMissing):
+            rule, remedy = error.rule, NO_LOCKS_REMEDY
         raise InvalidConfig([ConfigError("data.cache_dir", str(cache), rule, remedy)]) from None

@@ -22,9 +22,8 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from weft.config.files import replace_bytes
 from weft.monitor.log_buffer import LogBuffer
 
 FILE_BYTES = 2**20
@@ -50,7 +49,7 @@ class SpanWriter:
         self._path, self._rank = path, rank
         self._events: list[dict[str, Any]] = []
         self._buffer: LogBuffer[bytes] | None = None
-        self._is_open = False
+        self._file: IO[bytes] | None = None  # stays open: each rank writes at every record
         self._end = 0  # bytes of the file before `END`
         # A monotonic clock, and its offset from the epoch.
         self._epoch = time.time_ns() - time.perf_counter_ns()
@@ -91,31 +90,31 @@ class SpanWriter:
     def _write(self, text: bytes) -> None:
         """Write events over the old end of the file."""
         assert self._path is not None
-        if not self._is_open:
-            self._open(self._path)
-            self._is_open = True
-        with self._path.open("r+b", buffering=0) as file:
-            file.seek(self._end)
-            data, done = text + END, 0
-            while done < len(data):
-                done += file.write(data[done:]) or 0
+        if self._file is None:
+            self._file = self._open(self._path)
+        self._file.seek(self._end)
+        data, done = text + END, 0
+        while done < len(data):
+            done += self._file.write(data[done:]) or 0
         self._end += len(text)
-        self._is_open = self._end <= FILE_BYTES
+        if self._end > FILE_BYTES:
+            self._file = None  # which closes it
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path) -> IO[bytes]:
         """Open the file for appending; rename one that is full, or torn by a kill."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             text = path.read_bytes() if path.stat().st_size <= FILE_BYTES else b""
             if text.endswith(END):
                 self._end = len(text) - len(END)
-                return
+                return path.open("r+b", buffering=0)
             os.replace(path, path.with_suffix(".old.json"))
         about = {"name": f"rank {self._rank} (host times)"}
         head = {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": about}
         text = b"[\n" + json.dumps(head).encode()
-        replace_bytes(path, text + END)
+        path.write_bytes(text + END)  # no rename: a start has as many as ranks
         self._end = len(text)
+        return path.open("r+b", buffering=0)
 
     def close(self) -> None:
         """End the current phase and write the remaining events."""
@@ -128,6 +127,8 @@ class SpanWriter:
         self.flush()
         if self._buffer is not None:
             self._buffer.close()
+        if self._file is not None:
+            self._file.close()
 
 
 _current: SpanWriter | None = None

@@ -48,7 +48,8 @@ class TensorBoard:
             {"tag": name, "simple_value": value} for name, value in to_scalars(record).items()
         ]
         event = self._event(wall_time=record.time, step=record.step, summary={"value": values})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._head:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         append_bytes(self._path, self._head + self._encode(event), lines=False)
         self._head = b""
 

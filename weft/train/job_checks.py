@@ -26,6 +26,8 @@ from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
 from weft.config.formatting import format_count
+from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, try_lock
+from weft.config.mounts import check_mount
 from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_conversations
@@ -62,6 +64,8 @@ FIXED = (
 # Keys that imported weights depend on, before the first step.
 FIXED_AT_0 = ("model.", "data.tokenizer")
 FIXED_BY_ADAPTER = ("rank", "alpha", "rank_stabilized", "targets", "dora")
+# Directories that only one process may write to.
+LOCKED_DIRECTORIES = ("run.dir", "data.cache_dir")
 # Trackers whose package weft does not install.
 TRACKERS = ("wandb", "mlflow")
 
@@ -287,12 +291,18 @@ def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:
 
 
 def check_writable(key: str, value: str) -> list[ConfigError]:
-    """Check that a path can be written, with a hidden file in its nearest parent."""
+    """Check that a path can be written and locked, by a file in its nearest parent."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(value)  # a name that is too long is seen here
         above = next(path for path in (Path(value), *Path(value).parents) if os.path.lexists(path))
-        tempfile.TemporaryFile(dir=above).close()
+        if errors := check_mount(key, value):
+            return errors
+        with tempfile.TemporaryFile(dir=above) as file:
+            if key in LOCKED_DIRECTORIES:
+                try_lock(file.fileno())
+    except LocksMissing as error:
+        return [ConfigError(key, value, error.rule, NO_LOCKS_REMEDY)]
     except OSError as error:
         rule = f"cannot be written: {error.strerror}: {error.filename or value}"
         return [ConfigError(key, value, rule, "use another directory")]
