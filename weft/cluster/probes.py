@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -35,10 +35,10 @@ from weft.checkpoint.storage import (
     read_range,
     remove,
 )
+from weft.cluster.network_probes import list_adapters, probe_efa, read_text
 from weft.cluster.node_facts import (
     GPU_FIELDS,
     TIMED_OUT,
-    Adapter,
     Directory,
     Facts,
     Node,
@@ -58,13 +58,12 @@ VARIABLE_NAMES = (
     "OMP_NUM_THREADS",
     "MALLOC_ARENA_MAX",
 )
-PLUGIN_DIRS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
-LIBRARY_SUBDIRS = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 
 
 def collect_facts() -> Facts:
     """Collect all facts that need no measurement and no other node."""
-    lines = re.findall(r"(\w+):\s+(\d+) kB", read_text(Path("/proc/meminfo")))
+    meminfo = read_text(Path("/proc/meminfo"))
+    lines = re.findall(r"(\w+):\s+(\d+) kB", meminfo)
     sizes = {name: int(number) * 1024 for name, number in lines}
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     limit, quota = read_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
@@ -108,9 +107,7 @@ def collect_facts() -> Facts:
         adapters=tuple(list_adapters(Path("/sys/class/infiniband"))),
         libfabric=run_tool("fi_info", "--version"),
         efa_provider=run_tool("fi_info", "-p", "efa"),
-        ofi_plugin=find_ofi_plugin(
-            [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *PLUGIN_DIRS]
-        ),
+        **probe_efa(os.environ, meminfo),
     )
 
 
@@ -121,13 +118,6 @@ def find_torch_cuda() -> str:
     text = path.read_text("utf-8") if path and path.is_file() else ""
     match = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else ""
-
-
-def read_text(path: Path) -> str:
-    """Return the content of a kernel file; empty if it is missing or not readable."""
-    with suppress(OSError):
-        return path.read_text("utf-8", "surrogateescape")
-    return ""
 
 
 def read_driver_faults() -> str | None:
@@ -202,28 +192,6 @@ def is_clock_synchronized() -> bool | None:
     state = adjtimex(ctypes.create_string_buffer(512))  # all zeros: query only
     time_error = 5  # TIME_ERROR of <sys/timex.h>
     return None if state < 0 else state != time_error
-
-
-def list_adapters(root: Path) -> Iterator[Adapter]:
-    """List the RDMA adapters, each by its first port."""
-    for device in sorted(root.iterdir()) if root.is_dir() else []:
-        port = device / "ports" / "1"
-        state, rate = (read_text(port / name).strip() for name in ("state", "rate"))
-        link = device / "device" / "driver"
-        driver = link.resolve().name if link.is_symlink() else ""
-        read = (port / "hw_counters" / "rdma_read_bytes").exists()
-        yield Adapter(device.name, driver, state, rate, read)
-
-
-def find_ofi_plugin(directories: Sequence[str]) -> str:
-    """Return the version of aws-ofi-nccl; '?': version unknown, '': not installed."""
-    for directory in filter(None, directories):
-        subdirs = (Path(directory, subdir) for subdir in LIBRARY_SUBDIRS)
-        for path in (path for subdir in subdirs for path in subdir.glob("*.so*")):
-            if path.name.startswith(("libnccl-net", "libnccl-ofi")):
-                match = re.search(rb"aws-ofi-nccl (\d+\.\d+\.\d+)", path.read_bytes())
-                return match[1].decode() if match else "?"
-    return ""
 
 
 # --------------------------------------------------------------------------- directories, stores
