@@ -13,13 +13,13 @@ from tests.cluster.test_nccl_log import P4, P5, read_log
 from tests.cluster.test_node_checks import AWS, HEALTHY, MEASURED
 from weft.cluster.failure_signatures import (
     FACTS,
-    check_logs,
     explain_failure_logs,
     find_signatures,
     load_signatures,
     match_version,
     read_log_tail,
 )
+from weft.cluster.network_checks import check_efa_versions, check_logs
 from weft.cluster.node_facts import Facts
 
 NEW = read_log("efa-gpudirect-new")
@@ -195,8 +195,6 @@ def test_version_limits(version: str, limits: str, expected: bool) -> None:
 def test_versions_that_fail_together_are_bad_before_a_run(
     changes: dict[str, Any], name: str
 ) -> None:
-    from weft.cluster.network_checks import check_efa_versions
-
     (finding,) = check_efa_versions(replace(AWS, **changes))
     assert (finding.severity, name in finding.observation) == ("bad", True)
 
@@ -209,10 +207,18 @@ def test_logs_of_a_run_are_searched_and_each_accident_is_told_once(tmp_path: Pat
     (logs / "rank-0.log").write_text("step 1\n" + ACCIDENTS[12][0])
     (logs / "rank-1.log").write_bytes(b"\xff\xfe not text")
     findings = {f.check: f for f in check_logs([tmp_path / "run"], P5)}
-    assert set(findings) == {"no-efa-device", "memlock"}
+    assert set(findings) == {"no-efa-device", "memlock", "transport"}
     assert "nccl-node-0.log and 2 more" in findings["no-efa-device"].observation
     assert "(4112) Failure to post" in findings["memlock"].observation
     assert "ulimit -l unlimited" in findings["memlock"].remedy
+
+
+def test_healthy_logs_are_ok_and_name_the_network(tmp_path: Path) -> None:
+    (tmp_path / "nccl-a-1.log").write_text(NEW)
+    transport, logs = check_logs([tmp_path], P5)
+    assert (transport.severity, logs.severity) == ("ok", "ok")
+    assert "EFA with GPUDirect RDMA (32 devices" in transport.observation
+    assert "no known accident in 1 logs" in logs.observation
 
 
 def test_log_tail_starts_with_the_newest_process(tmp_path: Path) -> None:

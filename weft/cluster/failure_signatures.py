@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from weft.cluster.nccl_log import NcclLog, find_instance_type, parse_nccl_log
-from weft.cluster.node_facts import Facts, Finding, bad, parse_version
-from weft.config.formatting import display_path
+from weft.cluster.node_facts import Facts, parse_version
 
 TAIL_BYTES = 1 << 20  # of a log; older lines belong to earlier events
 MAX_EXCERPT = 160  # characters of the line that matched
@@ -152,26 +151,6 @@ def find_logs(paths: Iterable[Path]) -> Iterator[Path]:
             continue
         home = path / "logs" if (path / "logs").is_dir() else path
         yield from sorted(p for p in home.iterdir() if p.suffix in (".log", ".err", ".out", ".txt"))
-
-
-def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
-    """Check logs for known accidents; each accident is one finding, with its first log.
-
-    Args:
-        paths: logs and run directories.
-        facts: the machine that wrote the logs, as far as it is known.
-    """
-    shown: dict[str, tuple[Signature, str, Path, int]] = {}
-    for path in find_logs(paths):
-        for signature, line in find_signatures(read_log_tail(path), facts).items():
-            if not signature.needs_log:
-                continue
-            _, first_line, first_path, count = shown.get(signature.name, (0, line, path, 0))
-            shown[signature.name] = (signature, first_line, first_path, count + 1)
-    for name, (signature, line, path, count) in shown.items():
-        where = display_path(path) + (f" and {count - 1} more" if count > 1 else "")
-        quoted = f" '{line}'" if line else ""
-        yield bad(f"{where}:{quoted} -- {signature.cause}", signature.remedy, check=name)
 
 
 def explain_failure_logs(texts: Iterable[str], facts: Facts) -> list[str]:

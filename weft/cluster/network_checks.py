@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from weft.cluster.failure_signatures import expected_devices, find_signatures
+from weft.cluster.failure_signatures import (
+    Signature,
+    expected_devices,
+    find_logs,
+    find_signatures,
+    read_log_tail,
+)
 from weft.cluster.nccl_log import (
     InstanceType,
     NcclLog,
@@ -15,6 +23,7 @@ from weft.cluster.nccl_log import (
     parse_nccl_log,
 )
 from weft.cluster.node_facts import Facts, Finding, NetworkMeasurements, bad, note, ok, warning
+from weft.config.formatting import display_path
 
 # Fractions of the speed of the other nodes below which a link gets a warning, and is bad.
 WARNING_FRACTION, BAD_FRACTION = 0.8, 0.5
@@ -124,6 +133,37 @@ def check_efa_versions(facts: Facts) -> Iterator[Finding]:
             yield bad(f"{signature.name}: {signature.cause}", signature.remedy)
         if not found:
             yield ok("no pair of versions that is known to fail")
+
+
+# --------------------------------------------------------------------------- logs
+
+
+def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
+    """Check logs for known accidents; each accident is one finding, with its first log.
+
+    Args:
+        paths: logs and run directories.
+        facts: the machine that wrote the logs, as far as it is known.
+    """
+    found: dict[str, tuple[Signature, str, list[Path]]] = {}
+    networks: list[NcclLog] = []
+    logs = [*find_logs(paths)]
+    for path in logs:
+        text = read_log_tail(path)
+        log = parse_nccl_log(text)
+        networks += [log] if log.network else []
+        for signature, line in find_signatures(text, facts, log).items():
+            if signature.needs_log or log.nccl:
+                found.setdefault(signature.name, (signature, line, []))[2].append(path)
+    for name, (signature, line, where) in found.items():
+        text = display_path(where[0])
+        text += f" and {len(where) - 1} more" if len(where) > 1 else ""
+        text += f", '{line}'" if line else ""
+        yield bad(f"{text}: {signature.cause}", signature.remedy, check=name)
+    if networks:
+        yield replace(judge_network(merge_logs(networks), facts), check="transport")
+    if not found:
+        yield ok(f"no known accident in {len(logs)} logs", check="logs")
 
 
 # --------------------------------------------------------------------------- the network in use

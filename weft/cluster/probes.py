@@ -46,7 +46,7 @@ from weft.cluster.node_facts import (
 )
 from weft.config.errors import WeftError
 
-CLOCK_SAMPLES, LINGER_SECONDS = 5, 1.0  # the store must outlive the reads of other nodes
+CLOCK_SAMPLES = 5
 TOOL_TIMEOUT_SECONDS = 30.0  # with a broken driver, nvidia-smi never returns
 OLD_REASONS_FIELD = "clocks_throttle_reasons.active"
 REMAPPED_ROWS_FIELDS = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
@@ -329,29 +329,23 @@ def package_versions() -> dict[str, str]:
 
 
 def exchange_with_nodes(
-    endpoint: str, nodes: int, own_versions: Mapping[str, str], timeout: float
+    store: Any, nodes: int, own_versions: Mapping[str, str], timeout: float
 ) -> list[Node]:
     """Exchange versions with the other nodes, and measure clock offsets.
 
     Args:
-        endpoint: HOST or HOST:PORT of the rendezvous.
+        store: the store at the rendezvous endpoint, which all nodes use.
         nodes: number of nodes to wait for, with this one.
         own_versions: the versions of this node.
         timeout: seconds to wait for the other nodes.
 
     Returns:
         The nodes that joined in time, at most ``nodes``.
-
-    Raises:
-        WeftError: if no host answers at the endpoint.
     """
     from datetime import timedelta
 
     from torch.distributed import DistStoreError
 
-    from weft.cluster.rendezvous import connect_store
-
-    store = connect_store(endpoint, "doctor", (1, nodes), timeout)
     store.set_timeout(timedelta(seconds=timeout))
     number = store.add("count", 1) - 1
     store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(own_versions)]))
@@ -374,9 +368,7 @@ def exchange_with_nodes(
         pass  # some nodes did not join in time
     joined = [n for n in range(nodes) if store.check([f"node/{n}"])]
     clocks = {n: json.loads(store.get(f"clock/{n}")) for n in joined if store.check([f"clock/{n}"])}
-    result = [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in joined]
-    time.sleep(LINGER_SECONDS)  # this process may host the store, and others still read it
-    return result
+    return [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in joined]
 
 
 def _measure_clock_offset(store: Any, name: str) -> tuple[float, float]:
