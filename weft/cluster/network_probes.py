@@ -66,19 +66,17 @@ def find_ofi_plugin(directories: Iterable[str]) -> str:
     return ""
 
 
-def probe_efa(environment: Mapping[str, str], meminfo: str) -> dict[str, Any]:
+def probe_efa(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of Facts about the instance type and EFA's software.
 
-    Args:
-        environment: has the library path, and SageMaker's variables.
-        meminfo: content of /proc/meminfo.
+    ``environment`` has the library path, and SageMaker's variables.
     """
     path = environment.get("LD_LIBRARY_PATH", "").split(":")
     local = [sys.prefix]  # of conda, or of a virtual environment
     plugins = [*path, *local, *PLUGIN_DIRS]
     libfabrics = find_libraries([*path, *local, *LIBFABRIC_DIRS], ("libfabric.so.1",))
     compat = [*path, *(str(d) for d in Path("/usr/local").glob("cuda*/compat"))]
-    pages = dict(re.findall(r"(HugePages_\w+):\s+(\d+)", meminfo))
+    pages = dict(re.findall(r"(HugePages_\w+):\s+(\d+)", read_text(Path("/proc/meminfo"))))
     installer = re.search(r"installer version: ([\d.]+)", read_text(EFA_VERSIONS))
     directories = (str(p.resolve().parent) for p in find_libraries(plugins, PLUGIN_NAMES))
     return {

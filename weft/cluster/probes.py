@@ -35,7 +35,7 @@ from weft.checkpoint.storage import (
     read_range,
     remove,
 )
-from weft.cluster.network_probes import list_adapters, probe_efa, read_text
+from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa, read_text
 from weft.cluster.node_facts import (
     GPU_FIELDS,
     TIMED_OUT,
@@ -62,8 +62,7 @@ VARIABLE_NAMES = (
 
 def collect_facts() -> Facts:
     """Collect all facts that need no measurement and no other node."""
-    meminfo = read_text(Path("/proc/meminfo"))
-    lines = re.findall(r"(\w+):\s+(\d+) kB", meminfo)
+    lines = re.findall(r"(\w+):\s+(\d+) kB", read_text(Path("/proc/meminfo")))
     sizes = {name: int(number) * 1024 for name, number in lines}
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     limit, quota = read_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
@@ -104,10 +103,10 @@ def collect_facts() -> Facts:
         modules=tuple(
             name for name in ("nvidia_peermem", "gdrdrv") if Path("/sys/module", name).exists()
         ),
-        adapters=tuple(list_adapters(Path("/sys/class/infiniband"))),
+        adapters=tuple(list_adapters(ADAPTERS_DIR)),
         libfabric=run_tool("fi_info", "--version"),
         efa_provider=run_tool("fi_info", "-p", "efa"),
-        **probe_efa(os.environ, meminfo),
+        **probe_efa(os.environ),
     )
 
 
