@@ -11,13 +11,13 @@ import pytest
 
 from tests.cluster.test_nccl_log import P4, P5, read_log
 from tests.cluster.test_node_checks import AWS, HEALTHY, MEASURED
+from weft.cluster import failure_signatures
 from weft.cluster.failure_signatures import (
     FACTS,
     explain_failure_logs,
     find_signatures,
     load_signatures,
     match_version,
-    read_log_tail,
 )
 from weft.cluster.network_checks import check_efa_versions, check_logs
 from weft.cluster.node_facts import Facts
@@ -221,9 +221,20 @@ def test_healthy_logs_are_ok_and_name_the_network(tmp_path: Path) -> None:
     assert "no known accident in 1 logs" in logs.observation
 
 
-def test_log_tail_starts_with_the_newest_process(tmp_path: Path) -> None:
+def test_log_starts_with_the_newest_process(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     header = "--- 2026-11-27 10:00:0{} rank 0 on node, process 7\n"
     path.write_text(header.format(1) + "fi_getinfo: -61\n" + header.format(2) + "step 1\n")
-    assert read_log_tail(path) == header.format(2) + "step 1\n"
-    assert read_log_tail(tmp_path / "missing.log") == ""
+    assert failure_signatures.read_log(path) == header.format(2) + "step 1\n"
+    assert failure_signatures.read_log(tmp_path / "missing.log") == ""
+
+
+def test_log_that_is_too_long_loses_its_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_signatures, "MAX_BYTES", 20)
+    path = tmp_path / "nccl-a-1.log"
+    path.write_text("0123456789" + "x" * 50 + "abcdefghij")
+    assert failure_signatures.read_log(path) == "0123456789abcdefghij"
+    path.write_text("0123456789abc")
+    assert failure_signatures.read_log(path) == "0123456789abc"

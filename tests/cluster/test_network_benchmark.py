@@ -80,6 +80,14 @@ def test_summary_names_a_node_that_vanished_once() -> None:
     assert len(network.pairs) == 3
 
 
+def test_summary_names_a_node_whose_process_failed_with_the_reason() -> None:
+    results = node_results(4, **{f"{n}_3": {"lost": 3} for n in range(3)}, ring={"lost": 3})
+    results[3] = {"ring": {"failed": "process 2: CUDA error: out of memory"}}
+    network = summarize(HOSTS, 8, results)
+    reason = "process 2: CUDA error: out of memory"
+    assert network.errors == (f"node d cannot be measured: {reason}",)
+
+
 def test_summary_names_a_pair_without_connection() -> None:
     error = {"error": "no end within 30 s"}
     network = summarize(HOSTS, 1, node_results(4, **{"1_2": error}, ring=error))

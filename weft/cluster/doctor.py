@@ -20,7 +20,13 @@ from typing import Any
 from weft.cluster import UNHEALTHY
 from weft.cluster.device_benchmark import measure_devices
 from weft.cluster.node_checks import run_checks
-from weft.cluster.node_facts import SEVERITIES, WAIT_SECONDS, Facts, Finding
+from weft.cluster.node_facts import (
+    SEVERITIES,
+    WAIT_SECONDS,
+    Facts,
+    Finding,
+    NetworkMeasurements,
+)
 from weft.cluster.probes import (
     collect_facts,
     exchange_with_nodes,
@@ -96,7 +102,11 @@ def _meet_nodes(facts: Facts, ranks: int, with_network: bool) -> Facts:
     facts = replace(facts, joined_nodes=tuple(nodes))
     if with_network and len(nodes) == facts.nodes:
         ranks = ranks if facts.device == "cuda" else 1
-        network = measure_network(store, facts.endpoint, facts.nodes, facts.device, ranks)
+        try:
+            network = measure_network(store, facts.endpoint, facts.nodes, facts.device, ranks)
+        except RuntimeError as error:  # torch's errors of a store whose host has ended
+            text = f"the rendezvous endpoint {facts.endpoint} was lost: {type(error).__name__}"
+            network = NetworkMeasurements(errors=(text,))
         facts = replace(facts, network=network)
     time.sleep(LINGER_SECONDS)
     return facts

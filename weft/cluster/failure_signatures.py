@@ -18,7 +18,8 @@ from pathlib import Path
 from weft.cluster.nccl_log import NcclLog, find_instance_type, parse_nccl_log
 from weft.cluster.node_facts import Facts, parse_version
 
-TAIL_BYTES = 1 << 20  # of a log; older lines belong to earlier events
+# Bytes of a log to read, half at its start, where NCCL names its network, half at its end.
+MAX_BYTES = 8 << 20
 MAX_EXCERPT = 160  # characters of the line that matched
 RANK_HEADER = re.compile(r"^--- [\d-]+ [\d:]+ rank \d+ on ", re.MULTILINE)
 LIMITS: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
@@ -133,11 +134,12 @@ def _line_of(text: str, match: re.Match[str]) -> str:
 # --------------------------------------------------------------------------- logs
 
 
-def read_log_tail(path: Path) -> str:
-    """Return the end of a log, from the start of the newest process; empty if not readable."""
+def read_log(path: Path) -> str:
+    """Return a log, from the start of the newest process; empty if it is not readable."""
     with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
+        content = file.read(MAX_BYTES // 2)
+        file.seek(max(len(content), path.stat().st_size - MAX_BYTES // 2))
+        text = (content + file.read()).decode("utf-8", "replace")
         starts = [match.start() for match in RANK_HEADER.finditer(text)]
         return text[starts[-1] :] if starts else text
     return ""

@@ -28,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
+from weft.cluster.device_benchmark import last_line
 from weft.cluster.node_facts import NetworkMeasurements
 from weft.cluster.rank_exit import exit_process
 from weft.config.errors import WeftError
@@ -178,7 +179,7 @@ def benchmark_groups(nodes: int) -> Iterator[tuple[str, Sequence[int]]]:
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Return the results of one rank by name of the group."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return dict(map(json.loads, lines))
+    return dict(json.loads(line) for line in lines if line.endswith("]"))  # not cut off
 
 
 def measure_group(
@@ -227,15 +228,15 @@ def _measure(
 
     is_gpu, size = device.type == "cuda", len(nodes) * ranks
     rank = list(nodes).index(meeting.node) * ranks + local_rank
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-        store=dist.PrefixStore(f"{name}/group", meeting.store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=MEASURE_SECONDS - 5),
-        device_id=device if is_gpu else None,
-    )
     try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            store=dist.PrefixStore(f"{name}/group", meeting.store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=MEASURE_SECONDS - 5),
+            device_id=device if is_gpu else None,
+        )
         if name == RING:
             data = torch.zeros(RING_BYTES[device.type] // 4, device=device)
             seconds = _seconds_per_call(lambda: dist.all_reduce(data), device)
@@ -252,7 +253,8 @@ def _measure(
 
         return ranks * MESSAGE_BYTES[device.type] / _seconds_per_call(exchange, device)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _seconds_per_call(run: Callable[[], object], device: Any) -> float:
@@ -299,13 +301,17 @@ def measure_network(
     meeting = Meeting(shared, node, hosts)
     with meeting.show_alive(), tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
         arguments = {"endpoint": endpoint, "hosts": hosts, "node": node, "ranks": ranks}
-        _run_processes({**arguments, "kind": device, "home": directory}, Path(directory))
+        error = _run_processes({**arguments, "kind": device, "home": directory}, Path(directory))
         own = _merge_ranks([read_results(Path(directory, f"result-{r}")) for r in range(ranks)])
+        if error:
+            own = {RING: {"failed": error}}
+            shared.set(f"lost/{node}", "")  # so that nobody waits for it
         logs = tuple(read_network_lines(path) for path in Path(directory).glob("nccl-*"))
         shared.set(f"results/{node}", json.dumps(own))
         results = _collect(meeting)
-        shared.set(f"done/{node}", "")  # the host of the store must end last
-        _wait_each(meeting, "done", LOST_SECONDS)
+        with suppress(RuntimeError):  # the host of the store should end last
+            shared.set(f"done/{node}", "")
+            _wait_each(meeting, "done", LOST_SECONDS)
     return summarize(hosts, ranks, results, logs)
 
 
@@ -327,8 +333,12 @@ def _meet(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
     return [f"{h} (node {n})" if hosts.count(h) > 1 else h for n, h in enumerate(hosts)], []
 
 
-def _run_processes(arguments: Mapping[str, Any], directory: Path) -> None:
-    """Run the ranks of this node to their end; start a rank again after a measurement hung."""
+def _run_processes(arguments: Mapping[str, Any], directory: Path) -> str:
+    """Run the ranks of this node to their end; start a rank again after a measurement hung.
+
+    Returns:
+        Why a process failed; empty if none did.
+    """
     environment = os.environ | NCCL_VARIABLES | {"NCCL_DEBUG_FILE": f"{directory}/nccl-%p"}
     if is_loopback(arguments["endpoint"]):
         environment |= single_host_env(arguments["kind"])
@@ -352,7 +362,11 @@ def _run_processes(arguments: Mapping[str, Any], directory: Path) -> None:
                     del processes[rank]
                 if code == HANGS:
                     start(rank)
+                elif code:
+                    log = (directory / f"log-{rank}").read_text("utf-8", "replace")
+                    return f"process {rank}: {last_line(log)}"
             time.sleep(0.1)
+        return ""
     finally:
         for process in processes.values():
             process.kill()
@@ -410,6 +424,7 @@ def summarize(
     """
     pairs: list[tuple[str, str, float]] = []
     failures: list[tuple[tuple[int, int], str]] = []
+    broken = {n: result[RING]["failed"] for n, result in enumerate(results) if _is_broken(result)}
     lost = {node for node, result in enumerate(results) if not result}
     for name, nodes in benchmark_groups(len(hosts)):
         own = [results[node].get(name, {"error": "no answer"}) for node in nodes]
@@ -422,7 +437,8 @@ def summarize(
         else:
             reasons = [result["error"] for result in own if "error" in result]
             failures.append(((nodes[0], nodes[1]), reasons[0] if reasons else "no answer"))
-    errors = [*_name_failures(hosts, failures, lost)]
+    errors = [f"node {hosts[node]} cannot be measured: {text}" for node, text in broken.items()]
+    errors += _name_failures(hosts, failures, lost - {*broken}, {*broken})
     has_ring = all("rate" in result for result in ring)
     if not has_ring and not errors:
         reason = next((result["error"] for result in ring if "error" in result), "no answer")
@@ -437,18 +453,32 @@ def summarize(
     )
 
 
+def _is_broken(result: Mapping[str, Result]) -> bool:
+    return "failed" in result.get(RING, {})
+
+
 def _name_failures(
-    hosts: Sequence[str], failures: Sequence[tuple[tuple[int, int], str]], lost: Collection[int]
+    hosts: Sequence[str],
+    failures: Sequence[tuple[tuple[int, int], str]],
+    lost: Collection[int],
+    broken: Collection[int],
 ) -> Iterator[str]:
-    """Yield why pairs have no result: one line for a node all of whose pairs failed."""
+    """Yield why pairs have no result: one line for a node all of whose pairs failed.
+
+    Args:
+        hosts: names of all nodes by number.
+        failures: pairs of nodes, and why they have no result.
+        lost: nodes that stopped answering.
+        broken: nodes that are reported already.
+    """
     counts = Counter(node for pair, _ in failures for node in pair)
     isolated = {n for n in range(len(hosts)) if len(hosts) > 2 and counts[n] == len(hosts) - 1}
     for node in sorted(lost):
         yield f"node {hosts[node]} stopped answering during the measurement"
-    for node in sorted(isolated - {*lost}):
+    for node in sorted(isolated - {*lost} - {*broken}):
         yield f"node {hosts[node]} has no connection to any other node"
     for pair, reason in failures:
-        if not {*pair} & (isolated | {*lost}):
+        if not {*pair} & (isolated | {*lost} | {*broken}):
             yield f"no connection between {hosts[pair[0]]} and {hosts[pair[1]]}: {reason}"
 
 

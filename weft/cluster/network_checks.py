@@ -12,7 +12,7 @@ from weft.cluster.failure_signatures import (
     expected_devices,
     find_logs,
     find_signatures,
-    read_log_tail,
+    read_log,
 )
 from weft.cluster.nccl_log import (
     InstanceType,
@@ -149,7 +149,7 @@ def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
     networks: list[NcclLog] = []
     logs = [*find_logs(paths)]
     for path in logs:
-        text = read_log_tail(path)
+        text = read_log(path)
         log = parse_nccl_log(text)
         networks += [log] if log.network else []
         for signature, line in find_signatures(text, facts, log).items():

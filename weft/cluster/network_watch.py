@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from weft.cluster.failure_signatures import explain_failure_logs, find_signatures, read_log_tail
+from weft.cluster.failure_signatures import explain_failure_logs, find_signatures, read_log
 from weft.cluster.nccl_log import merge_logs, parse_nccl_log
 from weft.cluster.network_checks import judge_network
 from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa
@@ -51,8 +51,16 @@ def nccl_log_pattern(environment: Mapping[str, str]) -> str:
     return "%".join(part.replace("%h", glob.escape(host)).replace("%p", "*") for part in parts)
 
 
+def print_warning(text: str) -> None:
+    """Print a warning to the launcher's stderr."""
+    print(f"weft: {text}", file=sys.stderr, flush=True)
+
+
 def watch_network(
-    run_dir: Path, ranks: int, log: Callable[[str], object]
+    run_dir: Path,
+    ranks: int,
+    log: Callable[[str], object],
+    warn: Callable[[str], object] = print_warning,
 ) -> AbstractContextManager[None]:
     """Return a context in which a thread reports the network of this node's ranks.
 
@@ -60,17 +68,24 @@ def watch_network(
         run_dir: its event log gets warnings.
         ranks: number of ranks of this node.
         log: receives the network if there is nothing to warn of.
+        warn: receives warnings, on every node.
     """
     pattern = nccl_log_pattern(os.environ)
-    return NetworkWatch(run_dir, pattern, ranks, log).run() if pattern else nullcontext()
+    return NetworkWatch(run_dir, pattern, ranks, log, warn).run() if pattern else nullcontext()
 
 
 def watch_launched_ranks(
-    run_dir: Path, device: str, log: Callable[[str], object]
+    run_dir: Path, device: str, log: Callable[[str], object], warn: Callable[[str], object]
 ) -> AbstractContextManager[None]:
     """Watch the network in a rank that another launcher started, before NCCL starts.
 
     Only the first rank of each node reports.
+
+    Args:
+        run_dir: see `watch_network`.
+        device: cpu or cuda.
+        log: see `watch_network`.
+        warn: see `watch_network`.
     """
     size = int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
@@ -80,7 +95,7 @@ def watch_launched_ranks(
         enable_nccl_log(run_dir, os.environ)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return nullcontext()
-    return watch_network(run_dir, local_size, log)
+    return watch_network(run_dir, local_size, log, warn)
 
 
 def collect_network_facts() -> Facts:
@@ -98,12 +113,19 @@ class NetworkWatch:
         pattern: glob pattern of the logs.
         ranks: number of ranks, each of which writes a log.
         log: receives the network if there is nothing to warn of.
+        warn: receives warnings.
     """
 
     def __init__(
-        self, run_dir: Path, pattern: str, ranks: int, log: Callable[[str], object]
+        self,
+        run_dir: Path,
+        pattern: str,
+        ranks: int,
+        log: Callable[[str], object],
+        warn: Callable[[str], object],
     ) -> None:
-        self.run_dir, self.pattern, self.ranks, self.log = run_dir, pattern, ranks, log
+        self.run_dir, self.pattern, self.ranks = run_dir, pattern, ranks
+        self.log, self.warn = log, warn
         self._old = self._stamps()  # logs of earlier starts
         self._texts: dict[str, str] = {}
         self._current: dict[str, int] = {}
@@ -119,7 +141,7 @@ class NetworkWatch:
         """Read what NCCL has written; return True if it is more than before."""
         stamps = {p: time for p, time in self._stamps().items() if self._old.get(p) != time}
         changed = [path for path, time in stamps.items() if self._current.get(path) != time]
-        self._texts |= {path: read_log_tail(Path(path)) for path in changed}
+        self._texts |= {path: read_log(Path(path)) for path in changed}
         self._current = stamps
         return bool(changed)
 
@@ -145,7 +167,7 @@ class NetworkWatch:
         text += f". Remedy: {found[0].remedy if found else finding.remedy}"
         last = read_tail(self.run_dir / "metrics.jsonl").last
         note_event(self.run_dir, "warning", 0 if last is None else int(last["step"]), text)
-        print(f"weft: warning: {text}", file=sys.stderr, flush=True)
+        self.warn(f"warning: {text}")
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -178,7 +200,7 @@ def name_accidents(log: Path, message: str) -> list[str]:
     """
     pattern = nccl_log_pattern(os.environ)
     paths = [log, *map(Path, sorted(glob.glob(pattern), key=_mtime)[-MAX_LOGS:])]
-    return explain_failure_logs([message, *map(read_log_tail, paths)], collect_network_facts())
+    return explain_failure_logs([message, *map(read_log, paths)], collect_network_facts())
 
 
 def _mtime(path: str) -> float:

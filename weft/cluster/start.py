@@ -274,7 +274,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
         with ExitStack() as stack:
             if rank == 0:  # before the process group exists, because tracing creates another one
                 prediction, warning = predict_run(plan, detect_machine(job.run), force)
-            stack.enter_context(watch_launched_ranks(run_dir, plan.device, console.print))
+            stack.enter_context(watch_launched_ranks(run_dir, plan.device, console.print, log))
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             # Preparation and import may take long.
             group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
