@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_nccl_log import LOGS, P5, read_log
-from tests.cluster.test_rendezvous import Cluster
-from weft.cluster.launcher import Failure
 from weft.cluster.network_watch import (
     NetworkWatch,
     enable_nccl_log,
@@ -21,7 +19,6 @@ from weft.cluster.network_watch import (
     nccl_log_pattern,
     watch_launched_ranks,
 )
-from weft.cluster.start import explain_failure
 
 HOST = socket.gethostname().partition(".")[0]
 
@@ -138,6 +135,9 @@ def read_events(run_dir: Path) -> list[dict[str, object]]:
 
 
 def test_failure_message_names_the_accident_and_its_remedy(tmp_path: Path) -> None:
+    from weft.cluster.launcher import Failure
+    from weft.cluster.start import explain_failure
+
     log = tmp_path / "logs" / "rank-3.log"
     log.parent.mkdir()
     log.write_text(
@@ -189,6 +189,8 @@ def test_run_reports_its_network_before_step_ten(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from tests.cluster.test_rendezvous import Cluster
+
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "run" / "logs").mkdir(parents=True)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
