@@ -59,7 +59,7 @@ class Host:
     def start(
         self, command: Sequence[str], directory: Path, environment: dict[str, str]
     ) -> subprocess.Popen[str]:
-        """Start a command on this host, in a session of its own."""
+        """Start a command on this host, in its own session."""
         names = directory / "hosts"  # each host must resolve its own name
         names.write_text("127.0.0.1 localhost\n" + f"{self.address} {self.name}\n")
         names = names.rename(directory / f"hosts-{self.name}")

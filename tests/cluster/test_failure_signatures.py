@@ -199,7 +199,7 @@ def test_versions_that_fail_together_are_bad_before_a_run(
     assert (finding.severity, name in finding.observation) == ("bad", True)
 
 
-def test_logs_of_a_run_are_searched_and_each_accident_is_told_once(tmp_path: Path) -> None:
+def test_logs_of_a_run_are_searched_and_each_accident_is_named_once(tmp_path: Path) -> None:
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     for rank in range(3):
