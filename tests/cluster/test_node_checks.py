@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 
-from weft.cluster.node_checks import (
-    CHECKS,
-    VARIABLES,
-    Variable,
-    check_variables,
-    match_interfaces,
-    run_checks,
-)
+from weft.cluster.network_probes import find_ofi_plugin, list_adapters
+from weft.cluster.node_checks import CHECKS, run_checks
 from weft.cluster.node_facts import (
     GPU_FIELDS,
     TIMED_OUT,
@@ -25,12 +19,14 @@ from weft.cluster.node_facts import (
     DeviceMeasurements,
     Directory,
     Facts,
+    NetworkMeasurements,
     Node,
     ObjectStore,
     parse_gpus,
     parse_topology,
 )
-from weft.cluster.probes import find_mount, find_ofi_plugin, list_adapters, read_cgroup_limits
+from weft.cluster.probes import find_mount, read_cgroup_limits
+from weft.cluster.variable_checks import VARIABLES, Variable, check_variables, match_interfaces
 
 GIB = 2**30
 
@@ -162,7 +158,23 @@ def joined_nodes(*nodes: Node) -> dict[str, Any]:
     return {"joined_nodes": nodes}
 
 
+def measured_network(**changes: Any) -> dict[str, Any]:
+    return {"network": NetworkMeasurements(nodes=("a", "b"), ranks_per_node=8, **changes)}
+
+
+def slow_node(name: str, share: float) -> tuple[tuple[str, str, float], ...]:
+    """Return the rates of three nodes of which one is slow, so that most pairs are."""
+    pairs = (("a", "b"), ("a", "c"), ("b", "c"))
+    return tuple((*pair, 50e9 * (share if name in pair else 1)) for pair in pairs)
+
+
 A = Node("a", {"torch": "2.13.0"})
+EFA_ONLY: dict[str, Any] = {"adapters": EFA}
+P5: dict[str, Any] = {"adapters": EFA, "instance_type": "p5.48xlarge"}
+SOCKET = "node:7:9 [0] NCCL INFO Using network Socket\n"
+SLOW_PAIR = tuple(
+    (a, b, 10e9 if (a, b) == ("a", "d") else 50e9) for a, b in ("ab", "ac", "ad", "bc", "bd", "cd")
+)
 UNLINKED = TOPOLOGY.replace("NV18", "SYS")
 HALF_LINKED = TOPOLOGY.replace("NV18", "NV12", 3)
 
@@ -287,6 +299,26 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "lo"}}, "bad", "other nodes"),
     ("variables", {"variables": {"OMP_NUM_THREADS": "300"}}, "warning", "224 cores"),
     ("variables", {"variables": {"NCCL_IB_DISABLE": "1"}}, "bad", "TCP"),
+    ("variables", {"variables": {"NCCL_SOCKET_IFNAME": "^docker,eth1"}}, "warning", "excludes"),
+    ("variables", {**EFA_ONLY, "variables": {"NCCL_NET_PLUGIN": "ofi"}}, "note", "alone"),
+    ("efa", {"instance_type": "p5.48xlarge", "adapters": ()}, "bad", "none of the 32"),
+    ("efa", {"instance_type": "p5.48xlarge", "adapters": EFA[:8]}, "warning", "8 of the 32"),
+    ("efa", {**P5, "uverbs": 0}, "bad", "0 device files"),
+    ("efa", {**P5, "uverbs": 31}, "warning", "31 device files"),
+    ("efa", {"adapters": (replace(EFA[0], p2p=""),)}, "note", "no provider of GPU memory"),
+    ("efa", {**EFA_ONLY, "ofi_plugin_paths": ("/env/lib", "/opt/x")}, "warning", "/env/lib, /opt"),
+    ("efa", {**EFA_ONLY, "libfabric_paths": ("/usr/a", "/opt/b")}, "warning", "copies of libfab"),
+    ("efa", {**EFA_ONLY, "cuda_compat": ("/usr/local/cuda/compat",)}, "warning", "cuda-compat"),
+    ("efa", {**EFA_ONLY, "huge_pages": 0}, "note", "no huge pages"),
+    ("efa", {**EFA_ONLY, "huge_pages": 9, "huge_pages_free": 0}, "note", "all 9 huge pages"),
+    ("versions of EFA", {**EFA_ONLY, "efa_installer": "1.28.0"}, "bad", "cuda-sync-memops"),
+    ("transport", measured_network(nccl_logs=(SOCKET,)), "bad", "although the node has InfiniBand"),
+    ("network", measured_network(errors=("node b did not answer",)), "bad", "node b did not"),
+    ("network", measured_network(pairs=slow_node("b", 0.3)), "bad", "node b is slow"),
+    ("network", measured_network(pairs=slow_node("b", 0.7)), "warning", "70% of the usual"),
+    ("network", measured_network(pairs=SLOW_PAIR), "bad", "a and d: 10 GB/s, 20% of"),
+    ("network", {**P5, **measured_network(pairs=(("a", "b", 1e9),))}, "bad", "0% of the 400"),
+    ("network", {**P5, **measured_network(pairs=(("a", "b", 1e11),))}, "warning", "25% of the"),
 )
 
 
@@ -316,7 +348,8 @@ def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
         x for x in findings if x.severity != "ok"
     ]
     silent = {name for name, check in CHECKS.items() if not list(check(facts))}
-    assert silent == (set() if facts.has_efa else {"efa"})
+    measured_by_option = {"transport", "network"}
+    assert silent == measured_by_option | (set() if facts.has_efa else {"efa", "versions of EFA"})
     assert not any("cgroup" in finding.observation for finding in findings)
 
 
@@ -404,9 +437,16 @@ def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
         "NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)": "NCCL_BUFFSIZE",
         "(TORCH_)?NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "(TORCH_)?NCCL_BLOCKING_WAIT": "NCCL_BLOCKING_WAIT",
+        "NCCL_(P2P_NET_CHUNKSIZE|NVLSTREE_MAX_CHUNKSIZE|NVLS_CHUNKSIZE|NETDEVS_POLICY)": (
+            "NCCL_NETDEVS_POLICY"
+        ),
+        "NCCL_(SOCKET_NTHREADS|NSOCKS_PERTHREAD|IB_HCA|IB_GID_INDEX)": "NCCL_IB_HCA",
+        "OFI_NCCL_(PROTOCOL|TUNER_TYPE|FORCE_NUM_RAILS|NET_LATENCY|EAGER_MAX_SIZE)": (
+            "OFI_NCCL_PROTOCOL"
+        ),
     }
     name = names.get(row.name, row.name)
-    candidates = ("1", "0", "simple", "LL128", "efa", "sockets", "INFO")
+    candidates = ("1", "0", "simple", "LL128", "efa", "sockets", "INFO", "Socket", "none")
     wrong = next(value for value in candidates if re.fullmatch(row.values, value))
     facts = AWS if "efa" in row.network else HEALTHY
     findings = list(check_variables(replace(facts, variables={name: wrong})))

@@ -6,11 +6,19 @@ environment variables, limits, directories.
   weft doctor
   weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local_dir /dev/shm/$USER
   srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks and versions of all nodes
+  srun --nodes 4 --ntasks-per-node=1 weft doctor --network     and the network between them
+  weft doctor --logs runs/7                                    known accidents in a run's logs
   weft doctor --gpu-tour                                       20 minutes of runs, and one page
 
 'weft train RECIPE --preflight' runs the checks on every node before its ranks start.  These keys
 change what is checked: run.dir, run.nodes, run.rendezvous, run.device, checkpoint.dir,
 checkpoint.local_dir, data.cache_dir.  docs/doctor.md lists the checks.
+
+--network starts the ranks of all nodes, and measures each pair of nodes and an all-reduce.  It
+names the network that NCCL uses, and slow nodes.  docs/efa.md explains the findings.
+
+--logs reads logs, or all logs of a run directory, and names known accidents of NCCL and EFA with
+their remedies.  It checks nothing else.
 
 --gpu-tour trains small models in short runs: eager and compiled, in float8, sharded, with tensor
 parallelism, with checkpoints.  It compares them with the plan, and writes one page that you can
@@ -25,11 +33,13 @@ import argparse
 import json
 import shlex
 import time
+from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cluster import FAILED
 from weft.config.errors import MISSING, ConfigErrors
 from weft.config.reader import read_job
+from weft.config.schema import Job
 
 DEFAULT_RECIPE = "demo"
 TOUR_KEYS = ("run.dir", "run.device")
@@ -42,6 +52,10 @@ def add_doctor(commands: Commands) -> None:
     add("recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=text)
     add("--full", action="store_true", help="also test every pair of GPUs, and larger files")
     add("--json", action="store_true", help="print one JSON object instead")
+    text = "with several nodes, also measure the network between them"
+    add("--network", action="store_true", help=text)
+    text = "find known accidents of NCCL and EFA in a log or in the logs of a run directory"
+    add("--logs", metavar="PATH", action="append", default=[], help=text)
     text = "measure short runs on the GPUs for up to 20 minutes, and write a page of the results"
     add("--gpu-tour", action="store_true", help=text)
 
@@ -49,27 +63,51 @@ def add_doctor(commands: Commands) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     """Print the findings about this machine."""
     from weft.cluster.doctor import collect_job_facts, format_report, to_json
+    from weft.cluster.network_checks import check_logs
     from weft.cluster.node_checks import run_checks
+    from weft.cluster.probes import collect_facts
 
     began = time.monotonic()
     job, _, errors = read_job(options.recipe, options.overrides, options.errors)
     if options.gpu_tour:
         check_tour_options(options, errors)
+    check_network_options(options, job, errors)
     errors.raise_any()
     if options.gpu_tour:
         from weft.cluster.gpu_tour import run_tour
 
         return run_tour(job, shlex.join(["weft", *options.words]))
-    facts = collect_job_facts(job, options.full)
-    findings = run_checks(facts)
+    if options.logs:
+        facts = collect_facts()
+        findings = list(check_logs(map(Path, options.logs), facts))
+    else:
+        facts = collect_job_facts(job, options.full, with_network=options.network)
+        findings = run_checks(facts)
     result = (facts, findings, time.monotonic() - began)
     print(json.dumps(to_json(*result), indent=2) if options.json else format_report(*result))
     return FAILED if any(finding.severity == "bad" for finding in findings) else 0
 
 
+def check_network_options(options: argparse.Namespace, job: Job, errors: ConfigErrors) -> None:
+    """Add an error for a log that does not exist, and for --network on one node."""
+    for path in options.logs:
+        if not Path(path).exists():
+            rule = "does not exist"
+            errors.add("--logs", rule, "name a log file or a run directory", value=path)
+    if options.network and not errors:
+        from weft.cluster.doctor import resolve_rendezvous
+
+        if not resolve_rendezvous(job)[1]:
+            rule = "needs several nodes"
+            remedy = "start weft doctor on each of them (srun), or set run.nodes and run.rendezvous"
+            errors.add("--network", rule, remedy, value=MISSING)
+
+
 def check_tour_options(options: argparse.Namespace, errors: ConfigErrors) -> None:
     """Add an error for each option or key that --gpu-tour would ignore."""
-    ignored = [f"--{name}" for name in ("full", "json") if getattr(options, name)]
+    ignored = [
+        f"--{name}" for name in ("full", "json", "network", "logs") if getattr(options, name)
+    ]
     ignored += [f"--{key}" for key, _ in options.overrides if key not in TOUR_KEYS]
     ignored += [options.recipe] if options.recipe != DEFAULT_RECIPE else []
     for word in ignored:

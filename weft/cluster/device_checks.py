@@ -1,4 +1,4 @@
-"""Checks of drivers, GPUs, their links, and network adapters."""
+"""Checks of drivers, GPUs and their links."""
 
 from __future__ import annotations
 
@@ -326,45 +326,3 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
     is_slow = slowest < BAD_FRACTION * device.link.bandwidth
     remedy = "disable PCIe access control (ACS, IOMMU), and look for a failed link"
     yield warning(observation, remedy) if is_slow else ok(observation)
-
-
-# --------------------------------------------------------------------------- network adapters
-
-
-def check_rdma(facts: Facts) -> Iterator[Finding]:
-    """Check the RDMA adapters, and NCCL's access to them."""
-    if not facts.adapters:
-        if facts.nodes > 1 and facts.device == "cuda":
-            remedy = "request nodes with InfiniBand or EFA; a container needs /dev/infiniband"
-            yield warning("no RDMA adapter: nodes communicate over TCP", remedy)
-        return
-    kinds = sorted({adapter.driver or "?" for adapter in facts.adapters})
-    rates = sorted({adapter.rate for adapter in facts.adapters})
-    observation = f"{len(facts.adapters)} x {', '.join(kinds)}, {', '.join(rates)}"
-    down = [adapter.name for adapter in facts.adapters if "ACTIVE" not in adapter.state]
-    remedy = "check cable, switch port and subnet manager; ibstat shows details"
-    not_active = f"{observation}; not active: {', '.join(down)}"
-    yield warning(not_active, remedy) if down else ok(observation)
-    if facts.gpus and not facts.has_efa and "nvidia_peermem" not in facts.modules:
-        remedy = "modprobe nvidia_peermem, unless the kernel has DMA-BUF (since 5.12)"
-        yield note("nvidia_peermem is not loaded: GPUs may send through host memory", remedy)
-
-
-def check_efa(facts: Facts) -> Iterator[Finding]:
-    """Check EFA adapters, their libfabric provider, and NCCL's plug-in."""
-    if not facts.has_efa:
-        return
-    remedy = "install it (efa_installer.sh); in a container pass /dev/infiniband/uverbs*"
-    if not facts.libfabric:
-        yield warning("EFA adapters, but no fi_info to query libfabric", remedy)
-    elif "provider: efa" not in facts.efa_provider:
-        yield bad("EFA adapters, but libfabric has no efa provider", remedy)
-    if facts.gpus and not facts.ofi_plugin:  # a warning, as it may be in an unusual directory
-        remedy = "install aws-ofi-nccl, and add it to LD_LIBRARY_PATH; otherwise NCCL uses TCP"
-        yield warning("NCCL's plug-in for EFA was not found", remedy)
-    elif facts.gpus:
-        fabric = re.search(r"libfabric: (\S+)", facts.libfabric)
-        yield ok(f"aws-ofi-nccl {facts.ofi_plugin}, libfabric {fabric[1] if fabric else '?'}")
-    if facts.gpus and not any(adapter.rdma_read for adapter in facts.adapters):
-        observation = "the adapters lack RDMA read, so there is no GPUDirect RDMA"
-        yield warning(observation, "use instances that support it (p4d, p5 and later)")

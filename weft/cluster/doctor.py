@@ -21,7 +21,13 @@ from weft.cluster import UNHEALTHY
 from weft.cluster.device_benchmark import measure_devices
 from weft.cluster.lustre import count_released
 from weft.cluster.node_checks import run_checks
-from weft.cluster.node_facts import SEVERITIES, WAIT_SECONDS, Facts, Finding
+from weft.cluster.node_facts import (
+    SEVERITIES,
+    WAIT_SECONDS,
+    Facts,
+    Finding,
+    NetworkMeasurements,
+)
 from weft.cluster.probes import (
     collect_facts,
     exchange_with_nodes,
@@ -41,17 +47,21 @@ RELEASED_SAMPLE = 1000  # files of data.path to examine
 
 MAX_CPU_RANKS = 4  # the same limit as that of `weft train` on a CPU
 QUICK_BYTES, FULL_BYTES = 32 << 20, 1 << 30  # bytes to write to each directory and store
+LINGER_SECONDS = 1.0  # this process may host the store, and others still read it
 WIDTH = 100  # characters per line of the report
 UNHEALTHY_NODES_DIR = "unhealthy-nodes"  # in the run directory; Slurm scripts read it
 
 
-def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> Facts:
+def collect_job_facts(
+    job: Job, full: bool = False, with_nodes: bool = True, with_network: bool = False
+) -> Facts:
     """Collect the facts of this node that matter to a job.
 
     Args:
         job: decides device, number of nodes, and directories.
         full: measure every pair of GPUs, and use larger files.
         with_nodes: exchange facts with the job's other nodes, which must run this concurrently.
+        with_network: also measure the network between the nodes, with the job's ranks.
 
     Raises:
         InvalidConfig: if run.nodes is invalid, or the environment contradicts itself.
@@ -76,10 +86,33 @@ def collect_job_facts(job: Job, full: bool = False, with_nodes: bool = True) -> 
     facts = replace(facts, rendezvous_status=probe_endpoint(endpoint))
     if facts.rendezvous_status in ("free", "answers"):
         try:
-            others = exchange_with_nodes(endpoint, facts.nodes, package_versions(), WAIT_SECONDS)
+            return _meet_nodes(facts, ranks, with_network)
         except WeftError:
             return replace(facts, rendezvous_status="no weft launcher answers there")
-        facts = replace(facts, joined_nodes=tuple(others))
+    return facts
+
+
+def _meet_nodes(facts: Facts, ranks: int, with_network: bool) -> Facts:
+    """Exchange facts with the other nodes, and measure the network if all of them came.
+
+    Raises:
+        WeftError: if no host answers at the endpoint.
+    """
+    from weft.cluster.network_benchmark import measure_network
+    from weft.cluster.rendezvous import connect_store
+
+    store = connect_store(facts.endpoint, "doctor", (1, facts.nodes), WAIT_SECONDS)
+    nodes = exchange_with_nodes(store, facts.nodes, package_versions(), WAIT_SECONDS)
+    facts = replace(facts, joined_nodes=tuple(nodes))
+    if with_network and len(nodes) == facts.nodes:
+        ranks = ranks if facts.device == "cuda" else 1
+        try:
+            network = measure_network(store, facts.endpoint, facts.nodes, facts.device, ranks)
+        except RuntimeError as error:  # torch's errors of a store whose host has ended
+            text = f"the rendezvous endpoint {facts.endpoint} was lost: {type(error).__name__}"
+            network = NetworkMeasurements(errors=(text,))
+        facts = replace(facts, network=network)
+    time.sleep(LINGER_SECONDS)
     return facts
 
 

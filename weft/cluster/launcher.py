@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from weft.cluster import REQUEUE
+from weft.cluster.network_watch import enable_nccl_log, watch_network
 from weft.cluster.rank_exit import log_path, process_status, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
 from weft.config.schema import flatten
@@ -168,7 +169,9 @@ def _restart_until_end(
     is_multi_node, resilience = plan.node_counts[-1] > 1, plan.job.resilience
     failures: list[tuple[float, Failure]] = []
     while not (received and is_multi_node):
-        result = run_once(spec, rendezvous)
+        watch = watch_network(plan.run_path, plan.local_world_size, rendezvous.log)
+        with watch if is_multi_node else nullcontext():
+            result = run_once(spec, rendezvous)
         if result is None:
             return get_remote_failure(rendezvous)
         if not result.is_failed():
@@ -203,6 +206,8 @@ def configure_elastic_agent(plan: Plan, endpoint: str, run_dir: Path) -> None:
     # All nodes have the same number of ranks, so they need not exchange it.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+    if is_multi_node and plan.device == "cuda":
+        enable_nccl_log(run_dir, os.environ)
     if is_loopback(endpoint):
         for name, value in single_host_env(plan.device).items():
             os.environ.setdefault(name, value)

@@ -1,17 +1,17 @@
-"""Checks of a node's environment variables, host, storage and peers.
+"""Checks of a node's host, storage and peers.
 
 A check is a pure function from `weft.cluster.node_facts.Facts` to findings.  `CHECKS` lists all
-checks, including those of devices and links (`weft.cluster.device_checks`).
+checks, including those of devices (`weft.cluster.device_checks`), of the network
+(`weft.cluster.network_checks`) and of environment variables (`weft.cluster.variable_checks`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
-from weft.cluster import device_checks
+from weft.cluster import device_checks, network_checks
 from weft.cluster.lustre import describe_layout, has_one_stripe
 from weft.cluster.node_facts import (
     WAIT_SECONDS,
@@ -23,9 +23,9 @@ from weft.cluster.node_facts import (
     note,
     ok,
     parse_count,
-    parse_version,
     warning,
 )
+from weft.cluster.variable_checks import check_variables
 from weft.plan.devices import GIB
 from weft.train.environment import is_loopback
 
@@ -41,95 +41,6 @@ def run_checks(facts: Facts) -> list[Finding]:
         for name, check in CHECKS.items()
         for finding in check(facts)
     ]
-
-
-# --------------------------------------------------------------------------- variables
-
-
-class Variable(NamedTuple):
-    """Harmful values of an environment variable, the harm, and the remedy."""
-
-    name: str  # regular expression
-    values: str  # regular expression
-    network: str  # '' (any), 'efa', 'new efa' (with a plug-in after 1.5.0), 'infiniband'
-    severity: str
-    why: str
-    remedy: str = "unset it"
-
-
-SET_PATTERN = "(?!0$).+"
-# EFA: AWS's cheat sheet in awsome-distributed-training, February 2026.  NCCL: its user guide.
-# fmt: off
-VARIABLES = tuple(Variable(*row) for row in (
-    ("RDMAV_.*", SET_PATTERN, "", "warning", "can break RDMA"),
-    ("NCCL_IB_DISABLE", SET_PATTERN, "infiniband", "bad", "makes NCCL use TCP, not InfiniBand"),
-    ("NCCL_IB_DISABLE", SET_PATTERN, "efa", "warning", "has no effect on EFA, which has a plug-in"),
-    ("NCCL_PROTO", "(?i)simple", "new efa", "warning", "was needed only up to aws-ofi-nccl 1.5.0"),
-    ("NCCL_PROTO", "(?!(?i:simple)$).+", "", "warning", "overrides NCCL's own choice"),
-    ("FI_PROVIDER", "efa", "new efa", "note", "was needed only up to aws-ofi-nccl 1.5.0"),
-    ("FI_PROVIDER", "(?!efa$).+", "efa", "bad", "disables the EFA provider"),
-    ("FI_EFA_USE_DEVICE_RDMA", "0", "efa", "bad", "disables GPUDirect RDMA"),
-    ("FI_EFA_USE_DEVICE_RDMA", "1", "efa", "note", "is not needed since libfabric 1.18"),
-    ("FI_EFA_USE_HUGE_PAGE", "(?!0$).+", "efa", "warning",
-     "makes fork fail with 'Cannot allocate memory' in data workers", "set it to 0"),
-    ("FI_EFA_FORK_SAFE", SET_PATTERN, "efa", "note", "has no effect since kernel 5.15"),
-    ("NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)", SET_PATTERN, "", "warning",
-     "overrides NCCL's own choice"),
-    ("NCCL_P2P_DISABLE", SET_PATTERN, "", "warning", "routes GPU copies through host memory"),
-    ("NCCL_SHM_DISABLE", SET_PATTERN, "", "warning", "may route local data over the network"),
-    ("NCCL_NET_GDR_LEVEL", "0|LOC", "", "warning", "disables GPUDirect RDMA"),
-    ("(TORCH_)?NCCL_ASYNC_ERROR_HANDLING", "0", "", "warning", "makes a failed collective hang"),
-    ("(TORCH_)?NCCL_BLOCKING_WAIT", SET_PATTERN, "", "warning", "blocks the host in collectives"),
-    ("CUDA_LAUNCH_BLOCKING", SET_PATTERN, "", "warning", "blocks the host in kernels"),
-    ("NCCL_DEBUG", "INFO|TRACE", "", "note", "fills the logs"),
-))
-# fmt: on
-
-
-def check_variables(facts: Facts) -> Iterator[Finding]:
-    """Check for harmful variables (`VARIABLES`), and for interfaces that do not exist."""
-    is_old = facts.ofi_plugin not in ("", "?") and parse_version(facts.ofi_plugin) <= (1, 5, 0)
-    networks = {"", "efa" if facts.has_efa else "infiniband" if facts.adapters else ""}
-    networks |= {"new efa"} if facts.has_efa and not is_old else set()
-    findings = list(_check_interfaces(facts))
-    for name, value in sorted(facts.variables.items()):
-        for row in VARIABLES:
-            is_match = re.fullmatch(row.name, name) and re.fullmatch(row.values, value)
-            if is_match and row.network in networks:
-                findings.append(Finding(row.severity, f"{name}={value} {row.why}", row.remedy))
-    names = ", ".join(sorted(facts.variables)) or "no variables of NCCL, libfabric or gloo"
-    yield from findings or [ok(f"{names}: none is harmful")]
-
-
-def _check_interfaces(facts: Facts) -> Iterator[Finding]:
-    nccl, gloo, threads = (
-        facts.variables.get(name, "")
-        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
-    )
-    interfaces = ", ".join(facts.interfaces)
-    if nccl and not match_interfaces(nccl, facts.interfaces):
-        observation = f"NCCL_SOCKET_IFNAME={nccl} matches none of {interfaces}: NCCL will not start"
-        yield bad(observation, "unset it, or exclude only virtual interfaces: ^docker,lo,veth")
-    if gloo and not set(gloo.split(",")) <= set(facts.interfaces):
-        observation = f"GLOO_SOCKET_IFNAME={gloo} is not one of {interfaces}"
-        yield bad(observation, "name an interface that exists")
-    elif gloo == "lo" and facts.nodes > 1 and not is_loopback(facts.endpoint):
-        observation = "GLOO_SOCKET_IFNAME=lo: other nodes cannot reach this node"
-        yield bad(observation, "name the interface of the network")
-    if parse_count(threads) > facts.usable > 0:
-        observation = f"OMP_NUM_THREADS={threads} exceeds the {facts.usable} cores of this process"
-        yield warning(observation, "unset it: weft divides the cores among the ranks")
-
-
-def match_interfaces(value: str, interfaces: Sequence[str]) -> list[str]:
-    """Return the interfaces that NCCL_SOCKET_IFNAME selects.
-
-    The value is a list of prefixes; a leading '=' makes them full names, '^' excludes them.
-    """
-    names = tuple(value.lstrip("^=").split(","))
-    is_exact = "=" in value[:2]
-    matching = [i for i in interfaces if (i in names if is_exact else i.startswith(names))]
-    return [i for i in interfaces if i not in matching] if value[0] == "^" else matching
 
 
 # --------------------------------------------------------------------------- the host
@@ -359,8 +270,9 @@ CHECKS: dict[str, Check] = {
     "all-reduce": device_checks.check_all_reduce,
     "peer copies": device_checks.check_copies,
     "nccl": device_checks.check_nccl,
-    "rdma": device_checks.check_rdma,
-    "efa": device_checks.check_efa,
+    "rdma": network_checks.check_rdma,
+    "efa": network_checks.check_efa,
+    "versions of EFA": network_checks.check_efa_versions,
     "variables": check_variables,
     "memory": check_memory,
     "shared memory": check_shm,
@@ -371,4 +283,6 @@ CHECKS: dict[str, Check] = {
     "stores": check_stores,
     "rendezvous": check_rendezvous,
     "nodes": check_nodes,
+    "transport": network_checks.check_transport,
+    "network": network_checks.check_network,
 }

@@ -41,7 +41,8 @@ GPU_FIELDS = {
 class Adapter:
     """An RDMA network adapter, as /sys describes it.
 
-    ``rdma_read``: an EFA device that supports RDMA read.
+    ``rdma_read``: an EFA device that supports RDMA read.  ``p2p``: the provider of GPU memory that
+    Amazon's EFA driver names; empty: none, None: the driver does not say (it may use DMA-BUF).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Adapter:
     state: str = ""
     rate: str = ""
     rdma_read: bool = False
+    p2p: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,23 @@ class DeviceMeasurements:
 
 
 @dataclass(frozen=True)
+class NetworkMeasurements:
+    """Bandwidth between the nodes of a job, measured by their ranks together.
+
+    ``pairs``: node, node, and bytes/s in each direction at once.  ``busbw``: all-reduce bus
+    bandwidth per rank over all nodes in bytes/s; 0: not measured.  ``errors``: why pairs or nodes
+    have no result.  ``nccl_logs``: NCCL's log of every rank of this node; empty on a CPU.
+    """
+
+    nodes: tuple[str, ...] = ()
+    ranks_per_node: int = 0
+    pairs: tuple[tuple[str, str, float], ...] = ()
+    busbw: float = 0.0
+    errors: tuple[str, ...] = ()
+    nccl_logs: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts about one node; None, an empty string or 0 means unknown."""
 
@@ -167,6 +186,15 @@ class Facts:
     libfabric: str = ""
     efa_provider: str = ""
     ofi_plugin: str = ""  # version; '?': installed, of unknown version
+    ofi_plugin_paths: tuple[str, ...] = ()  # all copies, by directory
+    libfabric_paths: tuple[str, ...] = ()  # all copies of libfabric.so.1
+    cuda_compat: tuple[str, ...] = ()  # libraries of the package cuda-compat
+    efa_installer: str = ""  # version
+    instance_type: str = ""  # of EC2, or of SageMaker with its prefix ml.
+    is_sagemaker: bool = False
+    uverbs: int = 0  # device files of RDMA adapters
+    huge_pages: int = -1  # of the default size; -1: unknown
+    huge_pages_free: int = -1
     directories: tuple[Directory, ...] = ()
     released: tuple[int, int] = (0, 0)  # files of data.path: only in S3, and examined (on Lustre)
     stores: tuple[ObjectStore, ...] = ()
@@ -174,6 +202,7 @@ class Facts:
     rendezvous_status: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error
     joined_nodes: tuple[Node, ...] = ()
     measured: DeviceMeasurements = DeviceMeasurements()
+    network: NetworkMeasurements = NetworkMeasurements()
 
     @property
     def has_efa(self) -> bool:

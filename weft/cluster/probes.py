@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -36,10 +36,10 @@ from weft.checkpoint.storage import (
     remove,
 )
 from weft.cluster.lustre import parse_layout
+from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa, read_text
 from weft.cluster.node_facts import (
     GPU_FIELDS,
     TIMED_OUT,
-    Adapter,
     Directory,
     Facts,
     Node,
@@ -50,7 +50,7 @@ from weft.config.files import replace_text
 from weft.config.mounts import S3_MOUNT, S3_MOUNT_RULE, find_mount
 
 RENAMES, RENAME_SECONDS = 50, 1.0
-CLOCK_SAMPLES, LINGER_SECONDS = 5, 1.0  # the store must outlive the reads of other nodes
+CLOCK_SAMPLES = 5
 TOOL_TIMEOUT_SECONDS = 30.0  # with a broken driver, nvidia-smi never returns
 OLD_REASONS_FIELD = "clocks_throttle_reasons.active"
 REMAPPED_ROWS_FIELDS = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
@@ -62,8 +62,6 @@ VARIABLE_NAMES = (
     "OMP_NUM_THREADS",
     "MALLOC_ARENA_MAX",
 )
-PLUGIN_DIRS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
-LIBRARY_SUBDIRS = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 
 
 def collect_facts() -> Facts:
@@ -109,12 +107,10 @@ def collect_facts() -> Facts:
         modules=tuple(
             name for name in ("nvidia_peermem", "gdrdrv") if Path("/sys/module", name).exists()
         ),
-        adapters=tuple(list_adapters(Path("/sys/class/infiniband"))),
+        adapters=tuple(list_adapters(ADAPTERS_DIR)),
         libfabric=run_tool("fi_info", "--version"),
         efa_provider=run_tool("fi_info", "-p", "efa"),
-        ofi_plugin=find_ofi_plugin(
-            [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *PLUGIN_DIRS]
-        ),
+        **probe_efa(os.environ),
     )
 
 
@@ -125,13 +121,6 @@ def find_torch_cuda() -> str:
     text = path.read_text("utf-8") if path and path.is_file() else ""
     match = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else ""
-
-
-def read_text(path: Path) -> str:
-    """Return the content of a kernel file; empty if it is missing or not readable."""
-    with suppress(OSError):
-        return path.read_text("utf-8", "surrogateescape")
-    return ""
 
 
 def read_driver_faults() -> str | None:
@@ -206,28 +195,6 @@ def is_clock_synchronized() -> bool | None:
     state = adjtimex(ctypes.create_string_buffer(512))  # all zeros: query only
     time_error = 5  # TIME_ERROR of <sys/timex.h>
     return None if state < 0 else state != time_error
-
-
-def list_adapters(root: Path) -> Iterator[Adapter]:
-    """List the RDMA adapters, each by its first port."""
-    for device in sorted(root.iterdir()) if root.is_dir() else []:
-        port = device / "ports" / "1"
-        state, rate = (read_text(port / name).strip() for name in ("state", "rate"))
-        link = device / "device" / "driver"
-        driver = link.resolve().name if link.is_symlink() else ""
-        read = (port / "hw_counters" / "rdma_read_bytes").exists()
-        yield Adapter(device.name, driver, state, rate, read)
-
-
-def find_ofi_plugin(directories: Sequence[str]) -> str:
-    """Return the version of aws-ofi-nccl; '?': version unknown, '': not installed."""
-    for directory in filter(None, directories):
-        subdirs = (Path(directory, subdir) for subdir in LIBRARY_SUBDIRS)
-        for path in (path for subdir in subdirs for path in subdir.glob("*.so*")):
-            if path.name.startswith(("libnccl-net", "libnccl-ofi")):
-                match = re.search(rb"aws-ofi-nccl (\d+\.\d+\.\d+)", path.read_bytes())
-                return match[1].decode() if match else "?"
-    return ""
 
 
 # --------------------------------------------------------------------------- directories, stores
@@ -366,29 +333,23 @@ def package_versions() -> dict[str, str]:
 
 
 def exchange_with_nodes(
-    endpoint: str, nodes: int, own_versions: Mapping[str, str], timeout: float
+    store: Any, nodes: int, own_versions: Mapping[str, str], timeout: float
 ) -> list[Node]:
     """Exchange versions with the other nodes, and measure clock offsets.
 
     Args:
-        endpoint: HOST or HOST:PORT of the rendezvous.
+        store: the store at the rendezvous endpoint, which all nodes use.
         nodes: number of nodes to wait for, with this one.
         own_versions: the versions of this node.
         timeout: seconds to wait for the other nodes.
 
     Returns:
         The nodes that joined in time, at most ``nodes``.
-
-    Raises:
-        WeftError: if no host answers at the endpoint.
     """
     from datetime import timedelta
 
     from torch.distributed import DistStoreError
 
-    from weft.cluster.rendezvous import connect_store
-
-    store = connect_store(endpoint, "doctor", (1, nodes), timeout)
     store.set_timeout(timedelta(seconds=timeout))
     number = store.add("count", 1) - 1
     store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(own_versions)]))
@@ -411,9 +372,7 @@ def exchange_with_nodes(
         pass  # some nodes did not join in time
     joined = [n for n in range(nodes) if store.check([f"node/{n}"])]
     clocks = {n: json.loads(store.get(f"clock/{n}")) for n in joined if store.check([f"clock/{n}"])}
-    result = [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in joined]
-    time.sleep(LINGER_SECONDS)  # this process may host the store, and others still read it
-    return result
+    return [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in joined]
 
 
 def _measure_clock_offset(store: Any, name: str) -> tuple[float, float]:

@@ -29,6 +29,7 @@ from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ER
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
 from weft.cluster.lustre import create_checkpoint_dir
+from weft.cluster.network_watch import name_accidents, watch_launched_ranks
 from weft.cluster.rank_exit import (
     TrainingFailed,
     log_path,
@@ -273,6 +274,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
         with ExitStack() as stack:
             if rank == 0:  # before the process group exists, because tracing creates another one
                 prediction, warning = predict_run(plan, detect_machine(job.run), force)
+            stack.enter_context(watch_launched_ranks(run_dir, plan.device, console.print, log))
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             # Preparation and import may take long.
             group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
@@ -460,7 +462,8 @@ def print_restart(failure: Failure, home: Path, run_dir: Path) -> None:
     note_event(run_dir, "restart", last_logged_step(run_dir), describe_failure(failure))
     newest = list_checkpoints(home)[-1:]
     origin = f"from {newest[0]}" if newest else "from the beginning: there is no checkpoint yet"
-    print(f"  log: {failure.log}\n  restarting {origin}", file=sys.stderr)
+    lines = [*name_accidents(failure.log, failure.message), f"log: {failure.log}"]
+    print("".join(f"  {x}\n" for x in (*lines, f"restarting {origin}")), end="", file=sys.stderr)
 
 
 def describe_failure(failure: Failure) -> str:
@@ -480,6 +483,7 @@ def explain_failure(failure: Failure, home: Path, run_dir: Path) -> TrainingFail
     lines = [message]
     if failure.traceback and not failure.is_expected:
         lines += [f"  | {line}" for line in failure.traceback.rstrip().splitlines()[-12:]]
+    lines += [f"  {line}" for line in name_accidents(failure.log, message)]
     lines.append(f"  log: {failure.log}")
     if failure.no_retry_reason:
         lines.append(f"  not restarted: {failure.no_retry_reason}")

@@ -1,0 +1,206 @@
+"""Measure the network between nodes; network namespaces are the nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.cluster import namespaces
+from tests.cluster.namespaces import Host, connected_hosts
+from weft.cluster import network_benchmark
+from weft.cluster.network_benchmark import Meeting, benchmark_groups, pair_rounds, summarize
+from weft.cluster.network_checks import check_network
+from weft.cluster.node_facts import Facts, NetworkMeasurements
+
+PORT = 29_411
+# What `weft doctor --network` does after its other checks.
+PROGRAM = """
+import json, sys
+from dataclasses import asdict
+from weft.cluster import network_benchmark as benchmark
+from weft.cluster.rendezvous import connect_store
+benchmark.MEASURE_SECONDS = 12.0
+benchmark.LOST_SECONDS = 4.0
+endpoint, nodes = sys.argv[1], int(sys.argv[2])
+store = connect_store(endpoint, "doctor", (1, nodes), 120)
+print(json.dumps(asdict(benchmark.measure_network(store, endpoint, nodes, "cpu", 1))))
+"""
+
+
+@pytest.mark.parametrize("nodes", range(2, 10))
+def test_rounds_have_every_pair_once_and_a_node_once_a_round(nodes: int) -> None:
+    rounds = list(pair_rounds(nodes))
+    assert len(rounds) == nodes - 1 + nodes % 2
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
+    for one in rounds:
+        members = [node for pair in one for node in pair]
+        assert len(members) == len({*members})
+
+
+def node_results(nodes: int, **failed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the results of all nodes, with the results of some groups replaced."""
+    named = {name.replace("_", "-"): result for name, result in failed.items()}
+    groups = list(benchmark_groups(nodes))
+    return [
+        {name: named.get(name, {"rate": 5e9}) for name, members in groups if node in members}
+        for node in range(nodes)
+    ]
+
+
+HOSTS = ["a", "b", "c", "d"]
+
+
+def test_summary_has_all_pairs_and_the_ring() -> None:
+    network = summarize(HOSTS, 8, node_results(4))
+    assert len(network.pairs) == 6
+    assert (network.busbw, network.errors) == (5e9, ())
+
+
+def test_summary_slower_direction_counts() -> None:
+    results = node_results(2)
+    results[1]["0-1"] = {"rate": 2e9}
+    assert summarize(HOSTS[:2], 8, results).pairs == (("a", "b", 2e9),)
+
+
+def test_summary_names_a_node_that_vanished_once() -> None:
+    results = node_results(4, **{f"{n}_3": {"lost": 3} for n in range(3)}, ring={"lost": 3})
+    results[3] = {}
+    network = summarize(HOSTS, 1, results)
+    assert network.errors == ("node d stopped answering during the measurement",)
+    assert len(network.pairs) == 3
+
+
+def test_summary_names_a_node_whose_process_failed_with_the_reason() -> None:
+    results = node_results(4, **{f"{n}_3": {"lost": 3} for n in range(3)}, ring={"lost": 3})
+    results[3] = {"ring": {"failed": "process 2: CUDA error: out of memory"}}
+    network = summarize(HOSTS, 8, results)
+    reason = "process 2: CUDA error: out of memory"
+    assert network.errors == (f"node d cannot be measured: {reason}",)
+
+
+def test_summary_names_a_pair_without_connection() -> None:
+    error = {"error": "no end within 30 s"}
+    network = summarize(HOSTS, 1, node_results(4, **{"1_2": error}, ring=error))
+    assert network.errors == ("no connection between b and c: no end within 30 s",)
+    assert len(network.pairs) == 5
+
+
+def test_summary_names_a_node_without_any_connection() -> None:
+    error = {"error": "no end within 30 s"}
+    failed = {f"{min(n, 2)}_{max(n, 2)}": error for n in (0, 1, 3)}
+    network = summarize(HOSTS, 1, node_results(4, **failed, ring=error))
+    assert network.errors == ("node c has no connection to any other node",)
+
+
+def test_summary_of_a_ring_that_alone_fails() -> None:
+    network = summarize(HOSTS, 1, node_results(4, ring={"error": "RuntimeError: out of ports"}))
+    assert "an all-reduce over all nodes fails: RuntimeError: out of ports" in network.errors[0]
+
+
+def test_meeting_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_benchmark, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(network_benchmark, "LOST_SECONDS", 0.3)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    first, second = (Meeting(store, node, HOSTS[:2]) for node in range(2))
+    with first.show_alive():
+        with second.show_alive():
+            time.sleep(0.5)
+            assert not first.is_lost(1)
+        start = time.monotonic()
+        assert first.wait({0: "alive/0", 1: "never"}, 60) == 1
+        assert time.monotonic() - start < 5
+        assert first.wait({1: "never"}, 60) == 1  # known from now on
+
+
+# --------------------------------------------------------------------------- several hosts
+
+
+@pytest.fixture
+def four_hosts() -> Iterator[list[Host]]:
+    if missing := namespaces.missing_requirement():
+        pytest.skip(missing)
+    with connected_hosts(4) as hosts:
+        yield hosts
+
+
+def measure(hosts: list[Host], directory: Path) -> list[Any]:
+    command = [sys.executable, "-c", PROGRAM, f"{hosts[0].address}:{PORT}", str(len(hosts))]
+    environment = {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    return [host.start(command, directory, environment) for host in hosts]
+
+
+def results_of(processes: list[Any]) -> list[NetworkMeasurements]:
+    results = []
+    for process in processes:
+        out, err = process.communicate(timeout=250)
+        assert process.returncode == 0, err
+        fields = json.loads(out.splitlines()[-1])
+        fields["pairs"] = [tuple(pair) for pair in fields["pairs"]]
+        tuples = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+        results.append(NetworkMeasurements(**fields | tuples))
+    return results
+
+
+@pytest.mark.slow
+def test_network_slow_node_among_four_is_named(four_hosts: list[Host], tmp_path: Path) -> None:
+    for number, host in enumerate(four_hosts):
+        host.limit_rate("40mbit" if number == 2 else "400mbit")
+    results = results_of(measure(four_hosts, tmp_path))
+    for network in results:
+        assert network.errors == ()
+        assert len(network.pairs) == 6
+        assert network.busbw > 0
+        findings = list(check_network(Facts(network=network)))
+        slow = [finding for finding in findings if finding.severity != "ok"]
+        assert [finding.severity for finding in slow] == ["bad"], findings
+        assert slow[0].observation.startswith("node node-2 is slow: at most 0.005 GB/s")
+    assert len({json.dumps(network.pairs) for network in results}) == 1  # all report the same
+
+
+@pytest.mark.slow
+def test_network_blocked_pair_is_named_and_nobody_hangs(
+    four_hosts: list[Host], tmp_path: Path
+) -> None:
+    four_hosts[1].block(four_hosts[3])
+    four_hosts[3].block(four_hosts[1])
+    for network in results_of(measure(four_hosts, tmp_path)):
+        (error,) = network.errors
+        print(error)
+        assert error.startswith("no connection between node-")
+        assert {"node-1", "node-3"} == {
+            word.rstrip(":") for word in error.split() if "node-" in word
+        }
+        assert len(network.pairs) == 5
+
+
+@pytest.mark.slow
+def test_network_node_that_dies_is_named_and_nobody_hangs(
+    four_hosts: list[Host], tmp_path: Path
+) -> None:
+    for host in four_hosts:
+        host.limit_rate("100mbit")
+    processes = measure(four_hosts, tmp_path)
+    dead = four_hosts[3].name
+    deadline = time.monotonic() + 120
+    while sum("-m weft.cluster.network_" in line for line in command_lines(tmp_path)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.killpg(processes[3].pid, signal.SIGKILL)
+    for network in results_of(processes[:3]):
+        assert network.errors == (f"node {dead} stopped answering during the measurement",)
+
+
+def command_lines(directory: Path) -> list[str]:
+    from tests.cluster.conftest import processes_in
+
+    return list(processes_in(directory).values())

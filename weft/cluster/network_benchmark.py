@@ -1,0 +1,497 @@
+"""Benchmark of the network between the nodes of a job: every pair, and a ring of all ranks.
+
+`measure_network` runs on every node at the same time.  It starts one process per device, because a
+collective that hangs can only be ended by ending its process, and it never waits without a limit.
+
+The pairs are measured in rounds, as in a tournament: in each round every node has another partner,
+so N nodes need N - 1 rounds (N if N is odd).  All ranks of a node send to and receive from those of
+its partner.  The nodes meet in a store; each one shows there every second that it is alive.  Nobody
+waits for a node that stopped to do so, and the report names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+
+from weft.cluster.device_benchmark import last_line
+from weft.cluster.node_facts import NetworkMeasurements
+from weft.cluster.rank_exit import exit_process
+from weft.config.errors import WeftError
+from weft.monitor.process import PYTHON, die_with_parent, single_host_env
+from weft.train.environment import is_loopback
+
+# A node that has not shown that it is alive for this long is lost.
+ALIVE_SECONDS, LOST_SECONDS = 1.0, 10.0
+START_SECONDS = 120.0  # for the processes of all nodes to start
+MEASURE_SECONDS = 30.0  # for one pair or ring; then it hangs
+BURST_SECONDS = 0.5  # of messages, per pair
+MESSAGE_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}
+RING_BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
+RUN_ID, RING = "network", "ring"  # the prefix of keys in the store; the name of the last group
+HANGS = 3  # exit status of a process whose measurement has not ended
+Result: TypeAlias = dict[str, Any]  # rate in bytes/s, or lost: a node, or error: a text
+NCCL_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
+
+
+def pair_rounds(nodes: int) -> Iterator[Sequence[tuple[int, int]]]:
+    """Yield rounds of pairs: every pair of nodes once, and no node twice in a round."""
+    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
+        seats.insert(1, seats.pop())
+
+
+class Meeting:
+    """The nodes of a benchmark, in the store in which they meet.
+
+    Args:
+        store: the store, with a prefix for this benchmark.
+        node: number of this node.
+        hosts: names of all nodes by number.
+    """
+
+    def __init__(self, store: Any, node: int, hosts: Sequence[str]) -> None:
+        self.store, self.node, self.hosts = store, node, hosts
+        self._seen: dict[int, tuple[int, float]] = {}  # count of a node, and the time of the newest
+
+    @contextmanager
+    def show_alive(self) -> Iterator[None]:
+        """Count once a second that this node is alive."""
+        is_over = threading.Event()
+
+        def count() -> None:
+            with suppress(Exception):  # the store is lost: the others notice too
+                while not is_over.wait(ALIVE_SECONDS):
+                    self.store.add(f"alive/{self.node}", 1)
+
+        self.store.add(f"alive/{self.node}", 1)
+        thread = threading.Thread(target=count, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(2 * ALIVE_SECONDS)
+
+    def is_lost(self, node: int) -> bool:
+        """Return True if a node has not shown for some seconds that it is alive."""
+        if self.store.check([f"lost/{node}"]):
+            return True
+        count, now = self.store.add(f"alive/{node}", 0), time.monotonic()
+        last_count, since = self._seen.get(node, (-1, now))
+        if count != last_count:
+            self._seen[node] = (count, now)
+        elif now - since > LOST_SECONDS:
+            self.store.set(f"lost/{node}", "")
+            return True
+        return False
+
+    def wait(self, keys: Mapping[int, str], seconds: float) -> int | None:
+        """Wait for a key of each node; return the number of a node that is lost or takes long.
+
+        Args:
+            keys: the keys by the number of the node that sets them.
+            seconds: how long to wait.
+        """
+        deadline, next_look = time.monotonic() + seconds, 0.0
+        while not self.store.check([*keys.values()]):
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + ALIVE_SECONDS
+                missing = [node for node, key in keys.items() if not self.store.check([key])]
+                late = [n for n in missing if self.is_lost(n) or time.monotonic() > deadline]
+                if late:
+                    return late[0]
+            time.sleep(0.05)
+        return None
+
+
+# --------------------------------------------------------------------------- one rank
+
+
+def measure_rank(
+    endpoint: str,
+    hosts: Sequence[str],
+    node: int,
+    local_rank: int,
+    ranks: int,
+    kind: str,
+    home: str,
+) -> None:
+    """Measure as one of the ``ranks`` ranks of a node; append the results to a file.
+
+    A measurement that hangs ends the process with status `HANGS`.  The next process, which
+    `measure_network` starts, skips what has a result.
+
+    Args:
+        endpoint: of the store.
+        hosts: names of all nodes by number.
+        node: number of this node.
+        local_rank: rank of this process in its node.
+        ranks: ranks per node.
+        kind: cuda or cpu.
+        home: directory of the file.
+    """
+    import torch
+
+    from weft.cluster.rendezvous import connect_store
+
+    path = Path(home, f"result-{local_rank}")
+    finished = read_results(path)
+    store = connect_store(endpoint, RUN_ID, (1, len(hosts)), START_SECONDS)
+    store.set_timeout(timedelta(seconds=MEASURE_SECONDS))
+    meeting = Meeting(torch.distributed.PrefixStore(RUN_ID, store), node, hosts)
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    with path.open("a") as file:
+        for name, nodes in benchmark_groups(len(hosts)):
+            if node in nodes and name not in finished:
+                measure_group(meeting, name, nodes, local_rank, ranks, device, file)
+
+
+def benchmark_groups(nodes: int) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield name and nodes of each group to measure: all pairs, then the ring of all nodes."""
+    for pairs in pair_rounds(nodes):
+        for a, b in pairs:
+            yield f"{a}-{b}", (a, b)
+    yield RING, range(nodes)
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of one rank by name of the group."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return dict(json.loads(line) for line in lines if line.endswith("]"))  # not cut off
+
+
+def measure_group(
+    meeting: Meeting,
+    name: str,
+    nodes: Sequence[int],
+    local_rank: int,
+    ranks: int,
+    device: Any,
+    file: TextIO,
+) -> None:
+    """Measure one pair of nodes, or all nodes; write the result, or why there is none."""
+
+    def write(**result: Any) -> None:
+        print(json.dumps((name, result)), file=file, flush=True)
+
+    def give_up() -> None:
+        write(error=f"no end within {MEASURE_SECONDS:.0f} s")
+        os._exit(HANGS)
+
+    store = meeting.store
+    if store.add(f"{name}/ready/{meeting.node}/count", 1) >= ranks:
+        store.set(f"{name}/ready/{meeting.node}", "")
+    late = meeting.wait({node: f"{name}/ready/{node}" for node in nodes}, START_SECONDS)
+    if late is not None:
+        write(lost=late)
+        return
+    timer = threading.Timer(MEASURE_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        write(rate=_measure(meeting, name, nodes, local_rank, ranks, device))
+    except Exception as error:  # of any backend
+        text = str(error).partition("\n")[0]
+        write(error=f"{type(error).__name__}: {text}")
+    finally:
+        timer.cancel()
+
+
+def _measure(
+    meeting: Meeting, name: str, nodes: Sequence[int], local_rank: int, ranks: int, device: Any
+) -> float:
+    """Return bytes/s: of a pair in each direction, or the ring's bus bandwidth per rank."""
+    import torch
+    import torch.distributed as dist
+
+    is_gpu, size = device.type == "cuda", len(nodes) * ranks
+    rank = list(nodes).index(meeting.node) * ranks + local_rank
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            store=dist.PrefixStore(f"{name}/group", meeting.store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=MEASURE_SECONDS - 5),
+            device_id=device if is_gpu else None,
+        )
+        if name == RING:
+            data = torch.zeros(RING_BYTES[device.type] // 4, device=device)
+            seconds = _seconds_per_call(lambda: dist.all_reduce(data), device)
+            return 2 * (size - 1) / size * RING_BYTES[device.type] / seconds
+        partner = (rank + ranks) % size
+        out = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+        into = torch.empty_like(out)
+
+        def exchange() -> None:
+            send = dist.P2POp(dist.isend, out, partner)
+            receive = dist.P2POp(dist.irecv, into, partner)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+
+        return ranks * MESSAGE_BYTES[device.type] / _seconds_per_call(exchange, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _seconds_per_call(run: Callable[[], object], device: Any) -> float:
+    """Return the median seconds of a collective; all ranks make the same number of calls."""
+    import torch
+    import torch.distributed as dist
+
+    def timed() -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    timed()  # connects
+    count = torch.tensor([BURST_SECONDS / timed()])
+    dist.all_reduce(count, dist.ReduceOp.MIN)  # with gloo
+    return statistics.median(timed() for _ in range(max(2, min(50, int(count)))))
+
+
+# --------------------------------------------------------------------------- one node
+
+
+def measure_network(
+    store: Any, endpoint: str, nodes: int, device: str, ranks: int
+) -> NetworkMeasurements:
+    """Measure the network together with the other nodes of a job.
+
+    Args:
+        store: the store at the endpoint.
+        endpoint: HOST:PORT of the rendezvous.
+        nodes: number of nodes, which call this function at about the same time.
+        device: cpu or cuda.
+        ranks: processes to start on this node.
+    """
+    from torch.distributed import PrefixStore
+
+    shared = PrefixStore(RUN_ID, store)
+    node = shared.add("nodes", 1) - 1
+    shared.set(f"host/{node}", json.dumps([socket.gethostname(), ranks]))
+    hosts, errors = _meet(shared, nodes, ranks)
+    if errors:
+        return NetworkMeasurements(tuple(hosts), ranks, errors=tuple(errors))
+    meeting = Meeting(shared, node, hosts)
+    with meeting.show_alive(), tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
+        arguments = {"endpoint": endpoint, "hosts": hosts, "node": node, "ranks": ranks}
+        error = _run_processes({**arguments, "kind": device, "home": directory}, Path(directory))
+        own = _merge_ranks([read_results(Path(directory, f"result-{r}")) for r in range(ranks)])
+        if error:
+            own = {RING: {"failed": error}}
+            shared.set(f"lost/{node}", "")  # so that nobody waits for it
+        logs = tuple(read_network_lines(path) for path in Path(directory).glob("nccl-*"))
+        shared.set(f"results/{node}", json.dumps(own))
+        results = _collect(meeting)
+        with suppress(RuntimeError):  # the host of the store should end last
+            shared.set(f"done/{node}", "")
+            _wait_each(meeting, "done", LOST_SECONDS)
+    return summarize(hosts, ranks, results, logs)
+
+
+def _meet(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
+    """Wait for all nodes; return their names, and why the benchmark cannot start."""
+    deadline = time.monotonic() + START_SECONDS
+    keys = [f"host/{node}" for node in range(nodes)]
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    present = [json.loads(store.get(key)) for key in keys if store.check([key])]
+    hosts = [host for host, _ in present]
+    if len(present) < nodes:
+        names = ", ".join(hosts)
+        return hosts, [f"only {len(present)} of {nodes} nodes came to the benchmark: {names}"]
+    unequal = [f"{host} has {count}" for host, count in present if count != ranks]
+    if unequal:
+        return hosts, [f"the nodes have different numbers of devices: {', '.join(unequal)}"]
+    # Nodes with the same host name, as in containers, need distinct names.
+    return [f"{h} (node {n})" if hosts.count(h) > 1 else h for n, h in enumerate(hosts)], []
+
+
+def _run_processes(arguments: Mapping[str, Any], directory: Path) -> str:
+    """Run the ranks of this node to their end; start a rank again after a measurement hung.
+
+    Returns:
+        Why a process failed; empty if none did.
+    """
+    environment = os.environ | NCCL_VARIABLES | {"NCCL_DEBUG_FILE": f"{directory}/nccl-%p"}
+    if is_loopback(arguments["endpoint"]):
+        environment |= single_host_env(arguments["kind"])
+    environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    rounds = len(list(pair_rounds(len(arguments["hosts"])))) + 1
+    deadline = time.monotonic() + 2 * START_SECONDS + rounds * MEASURE_SECONDS
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(rank: int) -> None:
+        argument = json.dumps({**arguments, "local_rank": rank})
+        command = [*PYTHON, "weft.cluster.network_benchmark", argument]
+        with open(directory / f"log-{rank}", "ab") as log:
+            processes[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    for rank in range(arguments["ranks"]):
+        start(rank)
+    try:
+        while processes and time.monotonic() < deadline:
+            for rank, process in list(processes.items()):
+                if (code := process.poll()) is not None:
+                    del processes[rank]
+                if code == HANGS:
+                    start(rank)
+                elif code:
+                    log = (directory / f"log-{rank}").read_text("utf-8", "replace")
+                    return f"process {rank}: {last_line(log)}"
+            time.sleep(0.1)
+        return ""
+    finally:
+        for process in processes.values():
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # a driver may block it forever
+                process.wait(5)
+
+
+def read_network_lines(path: Path) -> str:
+    """Return the lines of NCCL's log that are about the network."""
+    lines = path.read_text("utf-8", "replace").splitlines()
+    return "\n".join(line for line in lines if re.search("NET/|Using network|NCCL version", line))
+
+
+def _merge_ranks(results: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
+    """Combine the results of a node's ranks: a failure counts, then the slowest."""
+    merged: dict[str, Result] = {}
+    for name in {name for result in results for name in result}:
+        own = [result.get(name, {"error": "no result"}) for result in results]
+        failed = [result for result in own if "rate" not in result]
+        merged[name] = failed[0] if failed else min(own, key=lambda result: result["rate"])
+    return merged
+
+
+def _wait_each(meeting: Meeting, name: str, seconds: float) -> Iterator[int]:
+    """Wait for NAME/NODE of every node; return the nodes that have set it."""
+    pending = {node: f"{name}/{node}" for node in range(len(meeting.hosts))}
+    while (late := meeting.wait(pending, seconds) if pending else None) is not None:
+        del pending[late]
+    return iter(pending)
+
+
+def _collect(meeting: Meeting) -> list[dict[str, Result]]:
+    """Return the results of every node; empty for a node that is lost."""
+    seconds = START_SECONDS + 2 * MEASURE_SECONDS
+    present = set(_wait_each(meeting, "results", seconds))
+    return [
+        json.loads(meeting.store.get(f"results/{node}")) if node in present else {}
+        for node in range(len(meeting.hosts))
+    ]
+
+
+def summarize(
+    hosts: Sequence[str],
+    ranks: int,
+    results: Sequence[Mapping[str, Result]],
+    logs: Sequence[str] = (),
+) -> NetworkMeasurements:
+    """Combine the results of all nodes, and name the nodes and pairs without a result.
+
+    Args:
+        hosts: names of all nodes by number.
+        ranks: ranks per node.
+        results: of each node, by name of the group.
+        logs: of NCCL, from the ranks of this node.
+    """
+    pairs: list[tuple[str, str, float]] = []
+    failures: list[tuple[tuple[int, int], str]] = []
+    broken = {n: result[RING]["failed"] for n, result in enumerate(results) if _is_broken(result)}
+    lost = {node for node, result in enumerate(results) if not result}
+    for name, nodes in benchmark_groups(len(hosts)):
+        own = [results[node].get(name, {"error": "no answer"}) for node in nodes]
+        lost |= {result["lost"] for result in own if "lost" in result}
+        if name == RING:
+            ring = own
+        elif all("rate" in result for result in own):
+            rate = min(result["rate"] for result in own)
+            pairs.append((hosts[nodes[0]], hosts[nodes[1]], rate))
+        else:
+            reasons = [result["error"] for result in own if "error" in result]
+            failures.append(((nodes[0], nodes[1]), reasons[0] if reasons else "no answer"))
+    errors = [f"node {hosts[node]} cannot be measured: {text}" for node, text in broken.items()]
+    errors += _name_failures(hosts, failures, lost - {*broken}, {*broken})
+    has_ring = all("rate" in result for result in ring)
+    if not has_ring and not errors:
+        reason = next((result["error"] for result in ring if "error" in result), "no answer")
+        errors.append(f"all pairs work, but an all-reduce over all nodes fails: {reason}")
+    return NetworkMeasurements(
+        nodes=tuple(hosts),
+        ranks_per_node=ranks,
+        pairs=tuple(pairs),
+        busbw=min(result["rate"] for result in ring) if has_ring else 0.0,
+        errors=tuple(errors),
+        nccl_logs=tuple(logs),
+    )
+
+
+def _is_broken(result: Mapping[str, Result]) -> bool:
+    return "failed" in result.get(RING, {})
+
+
+def _name_failures(
+    hosts: Sequence[str],
+    failures: Sequence[tuple[tuple[int, int], str]],
+    lost: Collection[int],
+    broken: Collection[int],
+) -> Iterator[str]:
+    """Yield why pairs have no result: one line for a node all of whose pairs failed.
+
+    Args:
+        hosts: names of all nodes by number.
+        failures: pairs of nodes, and why they have no result.
+        lost: nodes that stopped answering.
+        broken: nodes that are reported already.
+    """
+    counts = Counter(node for pair, _ in failures for node in pair)
+    isolated = {n for n in range(len(hosts)) if len(hosts) > 2 and counts[n] == len(hosts) - 1}
+    for node in sorted(lost):
+        yield f"node {hosts[node]} stopped answering during the measurement"
+    for node in sorted(isolated - {*lost} - {*broken}):
+        yield f"node {hosts[node]} has no connection to any other node"
+    for pair, reason in failures:
+        if not {*pair} & (isolated | {*lost} | {*broken}):
+            yield f"no connection between {hosts[pair[0]]} and {hosts[pair[1]]}: {reason}"
+
+
+def main() -> None:
+    """Measure as one rank."""
+    die_with_parent()
+    try:
+        measure_rank(**json.loads(sys.argv[1]))
+    except (WeftError, RuntimeError, OSError) as error:  # the store is lost
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        exit_process(1)
+    exit_process(0)
+
+
+if __name__ == "__main__":
+    main()
