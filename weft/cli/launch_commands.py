@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
@@ -48,7 +49,8 @@ def add_job(commands: Commands) -> None:
 
 def run_launch(options: argparse.Namespace) -> None:
     """Submit a recipe to a cluster."""
-    from weft.cluster.submit import build_request, get_cluster, submit
+    from weft.cluster import hyperpod
+    from weft.cluster.submit import build_request, find_warnings, get_cluster, submit
     from weft.train.machine import detect_machine
 
     request = build_request(
@@ -56,6 +58,11 @@ def run_launch(options: argparse.Namespace) -> None:
     )
     text = get_cluster(options.on).render(request)
     print(text)
+    warnings = [*find_warnings(request)]
+    if options.on == "slurm":
+        warnings += hyperpod.find_warnings(request)
+    for warning in warnings:
+        print(f"weft: warning: {warning}", file=sys.stderr)
     if rules := get_cluster(options.on).check(text):
         raise InvalidConfig(
             ConfigError(f"--on {options.on}", MISSING, f"rejects the job: {rule}") for rule in rules
