@@ -63,12 +63,12 @@ def script(tmp_path: Path) -> Script:
 
 @pytest.mark.parametrize(
     ("status", "requeued"),
-    [(0, False), (1, True), (2, False), (3, True), (69, True), (75, True), (126, False)]
-    + [(127, False), (130, False), (137, True), (139, True), (143, True)],
+    [
+        *((status, False) for status in (0, 2, 126, 127, 130)),
+        *((status, True) for status in (1, 3, 69, 75, 137, 139, 143)),
+    ],
 )
-def test_script_first_start_requeues_by_status(
-    status: int, requeued: bool, script: Script
-) -> None:
+def test_script_first_start_requeues_by_status(status: int, requeued: bool, script: Script) -> None:
     assert script.is_requeued(status, "0") == requeued
 
 

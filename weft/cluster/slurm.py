@@ -5,8 +5,8 @@ The job survives its time limit and the loss of nodes:
 *Time limit*: before the limit Slurm sends SIGTERM to the job steps, but not to the script.  weft
 saves a checkpoint and exits with status 75; the script requeues its own job, which resumes.
 
-*Failure*: weft restarts the ranks within the job.  After a failure that remains, the script requeues
-the job, unless weft expects the same failure again (`weft.cluster.requeue`) or the job has started
+*Failure*: weft restarts the ranks within the job.  If that does not help, the script requeues the
+job, unless weft expects the same failure again (`weft.cluster.requeue`) or the job has started
 `MAX_FAILED_STARTS` times in a row from the same checkpoint.  A configuration error ends the job.
 
 *Unhealthy node*: with status 69 (``resilience.preflight``) the script requeues the job on other

@@ -260,7 +260,7 @@ def submit(on: str, request: JobRequest, text: str) -> str:
     return id
 
 
-# A replaced node loses its local checkpoints: so many local intervals may be lost without a warning.
+# A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100
 
 
