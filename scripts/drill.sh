@@ -26,6 +26,16 @@ slurm-limit        | Slurm's own signal before the time limit                | t
 slurm-mistake      | a configuration error is not requeued                   | tests/cluster/test_slurm.py::test_slurm_mistake_is_not_requeued
 slurm-unhealthy    | the requeued job excludes an unhealthy node             | tests/cluster/test_slurm.py::test_slurm_unhealthy_node_is_excluded
 slurm-lost-node    | a node of an elastic job is killed, and the job resumes | tests/cluster/test_slurm.py::test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training
+hyperpod-option    | srun accepts --auto-resume, sbatch does not             | tests/cluster/test_auto_resume.py::test_plugin_is_an_option_of_srun_alone
+hyperpod-fault     | a node is replaced: same job id, same losses            | tests/cluster/test_auto_resume.py::test_hardware_fault_requeues_on_another_node_and_resumes
+hyperpod-first     | the first node is replaced: the rendezvous moves        | tests/cluster/test_auto_resume.py::test_hardware_fault_of_the_first_node_resumes
+hyperpod-disk      | a node without its disk: an older checkpoint            | tests/cluster/test_auto_resume.py::test_hardware_fault_retries_the_step_without_the_local_disk
+hyperpod-launcher  | a launcher dies on healthy hardware: requeued           | tests/cluster/test_auto_resume.py::test_lost_launcher_is_requeued_by_weft
+hyperpod-crash     | restarts used up: requeued, same losses                 | tests/cluster/test_auto_resume.py::test_crash_that_outlasts_the_restarts_is_requeued_by_weft
+hyperpod-loop      | a crash loop without progress ends                      | tests/cluster/test_auto_resume.py::test_crash_loop_without_progress_ends
+hyperpod-final     | a bug or a mistake is not requeued                      | tests/cluster/test_auto_resume.py::test_failure_that_recurs_ends_the_job
+hyperpod-progress  | failures with progress are requeued                     | tests/cluster/test_auto_resume.py::test_failures_with_progress_are_requeued
+hyperpod-other     | another cluster: srun gets no option                    | tests/cluster/test_auto_resume.py::test_other_cluster_gets_no_option
 sagemaker-toolkit  | two hosts under Amazon's toolkit, model exported        | tests/cluster/test_sagemaker_entry.py::test_entry_two_hosts_by_the_toolkit_train
 sagemaker-crash    | a crash: the failure file has its first cause           | tests/cluster/test_sagemaker_entry.py::test_entry_crash_by_the_toolkit_is_reported
 sagemaker-again    | restarted, and it resumes                               | tests/cluster/test_sagemaker_entry.py::test_entry_restarted_job_resumes

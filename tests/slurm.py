@@ -1,4 +1,4 @@
-"""A real Slurm for tests: two virtual nodes on this host, on loopback, in a few seconds.
+"""A real Slurm for tests: virtual nodes on this host, on loopback, in a few seconds.
 
 Every daemon is a child of the test process and dies with it.  All their files are in one
 temporary directory.
@@ -85,9 +85,9 @@ class Slurm:
         return self.run("sinfo", "-h", "-o", "%T").split() == ["idle"]
 
     def free(self) -> bool:
-        """Return True if no node runs a job; nodes may be down."""
+        """Return True if no node runs a job; nodes may be down or drained."""
         states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
-        return all(state.startswith(("idle", "down")) for state in states)
+        return all(state.startswith(("idle", "down", "drained")) for state in states)
 
     def kill(self, node: str) -> None:
         """Kill a node's daemon and all its processes, as a power loss would."""
@@ -98,6 +98,14 @@ class Slurm:
         for process in {*map(_parent, tasks), *tasks} - {0, 1, os.getpid()}:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+    def kill_tasks(self, node: str, number: int = signal.SIGKILL) -> None:
+        """Kill all processes of the job steps on a node, as a crash would; Slurm stays alive."""
+        for process in self.processes(node):
+            with suppress(OSError):
+                variables = Path(f"/proc/{process}/environ").read_text(errors="replace")
+                if "SLURM_PROCID=" in variables and "\0SLURM_STEP_ID=" in variables:
+                    os.kill(process, number)
 
     def processes(self, node: str = "") -> list[int]:
         """Return the process ids of all jobs, or of the jobs on one node."""
@@ -123,7 +131,8 @@ def _parent(process: int) -> int:
 
 
 @contextmanager
-def cluster() -> Iterator[Slurm]:
+def cluster(nodes: tuple[str, ...] = NODES, plugin: Path | None = None) -> Iterator[Slurm]:
+    """Start a cluster; ``plugin``: a SPANK plugin that srun and slurmstepd load."""
     directory = Path(tempfile.mkdtemp(prefix="weft-slurm-", dir="/tmp"))  # short: sockets lie in it
     (directory / "munge").mkdir()
     (directory / "state").mkdir()
@@ -131,13 +140,16 @@ def cluster() -> Iterator[Slurm]:
     key = directory / "munge" / "key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    port, *ports = free_ports(1 + len(NODES))
+    port, *ports = free_ports(1 + len(nodes))
     host = socket.gethostname().partition(".")[0]
     lines = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={number} CPUs=2 State=UNKNOWN"
-        for name, number in zip(NODES, ports, strict=True)
+        for name, number in zip(nodes, ports, strict=True)
     ]
-    lines += [f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP"]
+    lines += [f"PartitionName=main Nodes={','.join(nodes)} Default=YES State=UP"]
+    if plugin is not None:
+        (directory / "plugstack.conf").write_text(f"required {plugin}\n")
+        lines += [f"PlugStackConfig={directory}/plugstack.conf"]
     settings = directory / "slurm.conf"
     head = SETTINGS.format(host=host, folder=directory, port=port)
     settings.write_text(head + "\n".join(lines) + "\n")
@@ -163,7 +175,7 @@ def cluster() -> Iterator[Slurm]:
         )
         wait_until(lambda: (munge / "socket").exists(), "munged")
         start_daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(settings))
-        for name in NODES:
+        for name in nodes:
             (directory / f"spool-{name}").mkdir()
             start_daemon(name, "slurmd", "-D", "-N", name, "-f", str(settings))
 

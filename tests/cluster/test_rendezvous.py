@@ -459,6 +459,26 @@ def test_train_killed_launchers_leave_no_processes(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.slow
+def test_train_killed_nodes_start_again_at_the_same_endpoint(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A scheduler kills all tasks of a job step and starts it again at once."""
+    for name in ("a", "b"):
+        cluster.start(name, "--nodes", "2")
+    wait_for(tmp_path / "run", 12)
+    for process in cluster.processes.values():
+        process.kill()
+        process.wait()
+    for name in ("c", "d"):
+        cluster.start(name, "--nodes", "2")
+    cluster.wait_for_output("c", "training on 2 nodes")
+    (tmp_path / "hurry").touch()
+    assert (cluster.wait("c"), cluster.wait("d")) == (0, 0)
+    assert "resuming from" in cluster.output("c")
+    assert cluster.output("c").count("training on 2 nodes") == 1
+
+
+@pytest.mark.slow
 def test_train_signal_to_all_nodes_saves_and_ends(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start("a", "--nodes", "1:2")
     cluster.wait_until_hosting()

@@ -146,8 +146,10 @@ def test_submit_without_slurm_commands_is_refused(
 
 def test_script_has_the_requested_values(tmp_path: Path) -> None:
     words = ["--run.cluster", "4x2xH100", "--launch.time_limit", "12:00:00", "--train.steps", "7"]
+    text = script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
+    directives, command = text.split("\n\n", 1)
     assert (
-        script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
+        directives
         == f"""\
 #!/bin/bash
 #SBATCH --job-name=demo
@@ -162,21 +164,18 @@ def test_script_has_the_requested_values(tmp_path: Path) -> None:
 #SBATCH --exclusive
 #SBATCH --partition=gpu
 #SBATCH --account=7
-#SBATCH --contiguous
-
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 \\
+#SBATCH --contiguous"""
+    )
+    assert (
+        f"""
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=120 "${{auto_resume[@]}}" \\
     weft train demo \\
     --run.cluster 4x2xH100 \\
     --train.steps 7 \\
     --run.dir {tmp_path}/runs/demo
 status=$?
-
-# Stopped and saved: requeue this job to resume.
-if [ $status -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $status
 """
+        in command
     )
 
 
@@ -237,7 +236,7 @@ def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: P
     assert (tmp_path / "said").read_text().strip() == ("it's 42" if setup else "")
     second_run = tmp_path / "requeued"
     assert (second_run.read_text() if second_run.exists() else "") == (
-        "requeue 7\n" if ends == 75 else ""
+        "requeue 7\n" if ends in (1, 75) else ""
     )
 
 
@@ -365,6 +364,7 @@ def test_script_refused_by_bash_is_reported() -> None:
         (0, ["n1"], "", []),
         (2, ["n1"], "", []),
         (75, [], "", ["requeue 7"]),
+        (137, ["n1"], "", ["requeue 7", "update JobId=7 ExcNodeList=n1"]),
         (69, ["n1", "n3"], "", ["requeue 7", "update JobId=7 ExcNodeList=n1,n3"]),
         (75, ["n1"], "exclude=n[5-6]", ["requeue 7", "update JobId=7 ExcNodeList=n1,n[5-6]"]),
     ],
@@ -387,15 +387,16 @@ def test_script_excludes_unhealthy_nodes(
         text=True,
         check=False,
     )
+    announced = [f"weft: exit status {status}: requeuing job 7"] if requested else []
     assert (completed.returncode, completed.stdout.splitlines(), completed.stderr) == (
         status,
-        requested,
+        announced + requested,
         "",
     )
 
 
 def test_script_without_preflight_excludes_no_node() -> None:
-    assert "unhealthy" not in script("--run.device", "cpu")
+    assert "ExcNodeList" not in script("--run.device", "cpu")
 
 
 @pytest.mark.system

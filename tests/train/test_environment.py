@@ -207,6 +207,7 @@ CASES = [
     Case("mpirun in SageMaker", SAGEMAKER | MPIRUN, rank("mpi", 3, 4, 1, 2, "algo-1", 29500)),
     Case("srun, a node", NODE, nodes("slurm", 2, "n01:14711")),
     Case("another step's port", NODE | {"SLURM_STEP_ID": "2"}, nodes("slurm", 2, "n01:16705")),
+    Case("a requeued job", NODE | {"SLURM_RESTART_COUNT": "2"}, nodes("slurm", 2, "n01:15373")),
     Case("the place by flags", NODE, nodes("slurm", 2, "n02:1"), rendezvous="n02:1"),
     Case("the place by habit", NODE | HEAD, nodes("slurm", 2, "head:14711")),
     Case("elastic in Slurm", NODE, nodes("flags", "1:2", "n01:14711"), "1:2"),

@@ -253,13 +253,14 @@ def launch(
         InvalidConfig: with every mistake, before anything is submitted.
         WeftError: if the cluster refuses the job.
     """
-    from weft.cluster.submit import build_request, check_text, get_cluster, submit
+    from weft.cluster.submit import build_request, check_text, get_cluster, print_warnings, submit
     from weft.train.machine import detect_machine
 
     errors = ConfigErrors()
     pairs = encode_overrides(overrides, errors)
     request = build_request(on, os.fspath(recipe), pairs, errors, detect_machine)
     text = get_cluster(on).render(request)
+    print_warnings(on, request)
     check_text(on, text)
     return submit(on, request, text)
 

@@ -47,7 +47,7 @@ def add_job(commands: Commands) -> None:
 
 def run_launch(options: argparse.Namespace) -> None:
     """Submit a recipe to a cluster."""
-    from weft.cluster.submit import build_request, check_text, get_cluster, submit
+    from weft.cluster.submit import build_request, check_text, get_cluster, print_warnings, submit
     from weft.train.machine import detect_machine
 
     request = build_request(
@@ -55,6 +55,7 @@ def run_launch(options: argparse.Namespace) -> None:
     )
     text = get_cluster(options.on).render(request)
     print(text)
+    print_warnings(options.on, request)
     check_text(options.on, text)
     if not options.dry_run:
         job = submit(options.on, request, text)

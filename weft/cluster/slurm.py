@@ -3,12 +3,18 @@
 The job survives its time limit and the loss of nodes:
 
 *Time limit*: before the limit Slurm sends SIGTERM to the job steps, but not to the script.  weft
-saves a checkpoint and exits with status 75; the script requeues its own job, which resumes.  With
-status 69 (``resilience.preflight``) the script requeues the job on other nodes.  With any other
-status the job ends.
+saves a checkpoint and exits with status 75; the script requeues its own job, which resumes.
+
+*Failure*: weft restarts the ranks within the job.  If that does not help, the script requeues the
+job, unless weft expects the same failure again (`weft.cluster.requeue`) or the job has started
+`MAX_FAILED_STARTS` times in a row from the same checkpoint.  A configuration error ends the job.
+
+*Unhealthy node*: with status 69 (``resilience.preflight``) the script requeues the job on other
+nodes.
 
 *Lost node*: Slurm restarts a job with a fixed number of nodes (``--requeue``).  A job with MIN:MAX
-nodes continues on the remaining nodes (``--no-kill``).
+nodes continues on the remaining nodes (``--no-kill``).  On HyperPod (`weft.cluster.hyperpod`) srun
+replaces a node that has a hardware fault.
 """
 
 from __future__ import annotations
@@ -24,8 +30,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from weft.cluster import REQUEUE
+from weft.cluster import REQUEUE, hyperpod
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
+from weft.cluster.requeue import REQUEUE_DIR
 from weft.cluster.submit import (
     JobRequest,
     ToolError,
@@ -43,6 +50,11 @@ from weft.config.escaping import is_one_line
 FILE_SUFFIX = ".sh"
 # Time for the ranks to finish a step and save; at most a quarter of the time limit.
 SAVE_SECONDS = 300
+# Time for the other tasks of a fixed number of nodes to end after the first: they cannot continue.
+END_SECONDS = 120
+# Starts in a row from the same checkpoint after which a job ends: failed ones, and all with stops
+# (a preemption or a time limit before the first step, an unhealthy node).
+MAX_FAILED_STARTS, MAX_STARTS = 3, 10
 # sbatch's options that weft sets, and the key or option that controls each.
 RESERVED_OPTIONS = {
     "nodes": "--nodes",
@@ -75,6 +87,7 @@ def find_errors(request: JobRequest) -> ConfigErrors:
         elif name in RESERVED_OPTIONS:
             remedy = f"use {RESERVED_OPTIONS[name]}" if RESERVED_OPTIONS[name] else ""
             errors.add(key, "is an option that weft sets", remedy)
+    errors += hyperpod.find_errors(request)
     return errors
 
 
@@ -84,7 +97,7 @@ def render(request: JobRequest) -> str:
     # Slurm expands %j and similar patterns in file names.
     output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
     save_seconds = min(SAVE_SECONDS, parse_duration(launch.time_limit) // 4)
-    is_elastic, has_preflight = min_nodes != max_nodes, request.job.resilience.preflight
+    is_elastic, resilience = min_nodes != max_nodes, request.job.resilience
     options: dict[str, str] = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
@@ -106,7 +119,8 @@ def render(request: JobRequest) -> str:
         if not is_one_line(value):  # bash would run the second line
             raise WeftError(f"{value!a} does not fit into one line of a batch script")
     # Not an option of sbatch: of MIN-MAX nodes it would request the minimum that the tasks need.
-    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
+    wait_seconds = 0 if is_elastic else END_SECONDS
+    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
     srun += ["--no-kill"] if is_elastic else []
     if "cpus-per-task" in options:  # srun does not inherit it from sbatch
         srun.append(f"--cpus-per-task={options['cpus-per-task']}")
@@ -118,7 +132,11 @@ def render(request: JobRequest) -> str:
         srun=Markup(shlex.join(srun)),
         command=Markup(command),
         setup=build_script(launch.setup, command) if launch.setup else "",
-        unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if has_preflight else "",
+        hyperpod=hyperpod.HYPERPOD_DIR,
+        requeue=request.run_dir / REQUEUE_DIR,
+        max_failures=MAX_FAILED_STARTS if resilience.max_restarts_per_hour else 0,
+        max_stops=MAX_STARTS,
+        unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if resilience.preflight else "",
     )
 
 

@@ -37,6 +37,7 @@ from weft.cluster.rank_exit import (
     write_error,
     write_torchrun_error,
 )
+from weft.cluster.requeue import record_final_failure, record_start
 from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
@@ -135,6 +136,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         home = checkpoint_dir(job.checkpoint, run_dir)
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
+        record_start(run_dir, step)
         if step < plan.num_steps:
             if newest:
                 resuming = f"resuming from {newest[0]}{changes}"
@@ -478,6 +480,8 @@ def explain_failure(failure: Failure, home: Path, run_dir: Path) -> TrainingFail
     message = describe_failure(failure)
     is_hang = failure.kind == "Hang"
     note_event(run_dir, "hang" if is_hang else "failure", last_logged_step(run_dir), message)
+    if not failure.transient:
+        record_final_failure(run_dir, message)
     if failure.kind == "InvalidConfig":
         return TrainingFailed(message, USAGE_ERROR, failure.log)
     lines = [message]

@@ -258,15 +258,15 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
         return ClusterEnvironment("slurm")
     hosts = _expand(errors, environment, "SLURM_STEP_NODELIST", expand_hosts)
     tasks = _expand(errors, environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts)
-    job = _integer(errors, environment, "SLURM_JOB_ID", 0)
-    step = _integer(errors, environment, "SLURM_STEP_ID", 0)
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job, step, restarts = (_integer(errors, environment, name, 0, default=0) for name in names)
     if hosts and tasks and len(hosts) != len(tasks):
         rule = f"lists {len(tasks)} nodes, but SLURM_STEP_NODELIST lists {len(hosts)}"
         errors.add("SLURM_STEP_TASKS_PER_NODE", rule)
     errors.raise_any()
-    # Two jobs, or two steps of one job, may share a node.  Each gets its own port, below the range
-    # of ephemeral ports.
-    port = 10_000 + (job + 997 * step) % 20_000
+    # Two jobs, or two steps of one job, may share a node, and processes of a requeued job may
+    # remain.  Each gets its own port, below the range of ephemeral ports.
+    port = 10_000 + (job + 997 * step + 331 * restarts) % 20_000
     if set(tasks) == {1}:
         return _as_nodes("slurm", environment, len(hosts), hosts[0], port)
     if len(set(tasks)) > 1:

@@ -1,0 +1,57 @@
+"""SageMaker HyperPod on Slurm: what differs from another Slurm cluster; see docs/hyperpod.md.
+
+HyperPod replaces a node that has a hardware fault, and starts a job whose ``srun`` has
+``--auto-resume=1`` again.  A replaced node keeps its name and loses its disks, so a run must keep
+its state on a shared file system or in S3.  The batch script detects HyperPod on the node where it
+runs; the functions here detect it on the host that submits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from weft.cluster.submit import RUN_DIR, JobRequest, parse_duration
+from weft.config.errors import ConfigErrors
+
+# Every host of a HyperPod cluster with Slurm has this directory.
+HYPERPOD_DIR = Path("/opt/sagemaker_cluster")
+# Directories of a node that a replacement deletes, and their file systems.
+VOLATILE_DIRS = {
+    "/opt/dlami/nvme": "the node's own NVMe disks",
+    "/opt/sagemaker": "the node's own EBS volume",
+    "/dev/shm": "the node's memory",
+    "/tmp": "the node's root volume",
+}
+# A replacement takes 20 to 30 minutes.
+MIN_TIME_LIMIT_SECONDS = 2 * 3600
+
+
+def find_errors(request: JobRequest) -> ConfigErrors:
+    """Return an error for each directory that a replaced node would lose."""
+    errors = ConfigErrors()
+    if not HYPERPOD_DIR.is_dir():
+        return errors
+    section = request.job.checkpoint
+    paths = {RUN_DIR: str(request.run_dir)}
+    if not section.is_in_run_dir and "://" not in section.dir:
+        paths["checkpoint.dir"] = section.dir
+    for key, value in paths.items():
+        path = Path(os.path.realpath(Path(value).expanduser()))
+        for directory, medium in VOLATILE_DIRS.items():
+            if path.is_relative_to(directory):
+                rule = f"is on {medium} ({directory}), which HyperPod deletes with a replaced node"
+                remedy = f"use a directory on a shared file system, such as /fsx/{path.name}"
+                errors.add(key, rule, remedy, value=value)
+    return errors
+
+
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield a warning if the time limit leaves no time for the replacement of a node."""
+    limit = request.job.launch.time_limit
+    if HYPERPOD_DIR.is_dir() and parse_duration(limit) < MIN_TIME_LIMIT_SECONDS:
+        yield (
+            f"launch.time_limit={limit} is short for HyperPod: the replacement of a node takes 20 "
+            "to 30 minutes of it. Use 02:00:00 or more."
+        )
