@@ -61,7 +61,9 @@ def train_and_count(run_dir: str, store: str, results: str) -> None:
     Path(results, f"{this_rank().rank}.json").write_text(json.dumps(counts))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_operations_do_not_grow_with_the_ranks(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_text
 from tests.lustre_mount import DF, ONE_STRIPE, lfs_calls, make_lfs, missing, mounted
 from tests.small import small_job
 from weft.cluster import lustre
@@ -208,8 +207,8 @@ def test_prepared_data_are_not_requested_again(
     lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a preparation reads the data; the tokens of a prepared source are elsewhere."""
-    (tmp_path / "text").mkdir()
-    text = make_text(tmp_path / "text")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of a small text\n" for n in range(2000)))
     data = small_job(("data.path", str(text))).data
     wanted: list[list[str]] = []
     monkeypatch.setattr(lustre, "hydrate_ahead", lambda paths, log: wanted.append(list(paths)))
@@ -282,8 +281,8 @@ def test_directory_without_flock_is_refused_with_a_remedy(lockless: Path, tmp_pa
     words = r"run\.dir=.*has no file locks.*option flock"
     with pytest.raises(InvalidConfig, match=words), lock_directory(lockless / "run", in_use):
         pass
-    (tmp_path / "text").mkdir()
-    data = small_job(("data.path", str(make_text(tmp_path / "text")))).data
+    (tmp_path / "text.txt").write_text("a text\n" * 1000)
+    data = small_job(("data.path", str(tmp_path / "text.txt"))).data
     with pytest.raises(InvalidConfig, match=r"data\.cache_dir=.*has no file locks"):
         prepare_data(data, lockless / "cache")
     assert not probe_directory("run.dir", lockless, 1 << 20).locks
