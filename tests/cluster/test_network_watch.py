@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.test_nccl_log import LOGS, P5, read_log
 from weft.cluster.network_watch import (
+    THREAD_NAME,
     NetworkWatch,
     enable_nccl_log,
     name_accidents,
@@ -94,7 +95,6 @@ def test_watch_reports_every_incomplete_network(name: str, tmp_path: Path) -> No
 
 def test_watch_in_a_thread_reports_once(tmp_path: Path) -> None:
     watch, lines = new_watch(tmp_path, ranks=1)
-    before = threading.active_count()
     with watch.run():
         (tmp_path / f"nccl-{HOST}-7.log").write_text(read_log("efa-gpudirect-old"))
         deadline = time.monotonic() + 30
@@ -102,7 +102,7 @@ def test_watch_in_a_thread_reports_once(tmp_path: Path) -> None:
             time.sleep(0.05)
     assert lines == [lines[0]]
     assert lines[0].startswith("NCCL uses EFA with GPUDirect RDMA (4 devices, aws-ofi-nccl 1.11.0")
-    assert threading.active_count() == before
+    wait_until_unwatched()
     assert read_events(tmp_path) == []
 
 
@@ -114,16 +114,28 @@ def test_watch_of_launched_ranks_is_for_the_first_of_several_nodes(
         monkeypatch.delenv(name)
     for name, value in (("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_RANK", "3")):
         monkeypatch.setenv(name, value)
-    before = threading.active_count()
     with watch_launched_ranks(tmp_path, "cuda", print, print):
-        assert threading.active_count() == before
+        assert watching() == 0
         assert os.environ["NCCL_DEBUG_FILE"].startswith(str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with watch_launched_ranks(tmp_path, "cuda", print, print):
-        assert threading.active_count() == before + 1
+        assert watching() == 1
+    wait_until_unwatched()
     monkeypatch.setenv("WORLD_SIZE", "8")  # one node
     with watch_launched_ranks(tmp_path, "cuda", print, print):
-        assert threading.active_count() == before
+        assert watching() == 0
+
+
+def watching() -> int:
+    """Return the number of threads that watch."""
+    return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+
+
+def wait_until_unwatched() -> None:
+    deadline = time.monotonic() + 60
+    while watching():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def read_events(run_dir: Path) -> list[dict[str, object]]:

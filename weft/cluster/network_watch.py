@@ -26,7 +26,7 @@ from weft.cluster.node_facts import Facts, Finding
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import read_tail
 
-POLL_SECONDS = 0.5
+THREAD_NAME, POLL_SECONDS = "network watch", 0.5
 # NCCL connects while the first step runs; then the log stays the same for this long.
 QUIET_SECONDS = 2.0
 MAX_LOGS = 64  # of NCCL, to search after a failure
@@ -182,7 +182,7 @@ class NetworkWatch:
                     self.report(finding, facts)
                     return
 
-        thread = threading.Thread(target=watch, daemon=True)
+        thread = threading.Thread(target=watch, daemon=True, name=THREAD_NAME)
         thread.start()
         try:
             yield
