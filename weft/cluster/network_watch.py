@@ -163,7 +163,7 @@ class NetworkWatch:
             return
         text = f"node {socket.gethostname()}: {finding.observation}"
         found = [*find_signatures("\n".join(self._texts.values()), facts)]
-        text += f". {found[0].cause}" if found else ""
+        text += f". {found[0].cause[0].upper()}{found[0].cause[1:]}" if found else ""
         text += f". Remedy: {found[0].remedy if found else finding.remedy}"
         last = read_tail(self.run_dir / "metrics.jsonl").last
         note_event(self.run_dir, "warning", 0 if last is None else int(last["step"]), text)
