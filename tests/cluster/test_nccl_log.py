@@ -120,7 +120,7 @@ def test_log_of_each_network_is_parsed(name: str, fields: dict[str, Any]) -> Non
         ("few-devices", P5, "bad", "fewer than the 32 EFA devices"),
         ("efa-gpudirect-old", replace(P5, adapters=EFA[:6], instance_type=""), "warning", "the 6"),
         ("tcp-fallback", P5, "bad", "TCP sockets (NCCL 2.29.7), although the node has EFA"),
-        ("tcp-fallback", ETHERNET, "bad", "although"),  # the plug-in was loaded, but is not used
+        ("tcp-fallback", ETHERNET, "bad", "although the plug-in for EFA is loaded"),
         ("missing-plugin", P5, "bad", "Could not find: libnccl-net.so."),
         ("missing-plugin", HEALTHY, "bad", "although the node has InfiniBand"),
         ("missing-plugin", ETHERNET, "note", "TCP sockets"),

@@ -188,11 +188,13 @@ def judge_network(log: NcclLog, facts: Facts) -> Finding:
     if not log.network:
         return note("NCCL's log does not name its network", "set NCCL_DEBUG=INFO")
     if log.network == "Socket":
-        name = "EFA" if facts.has_efa or instance else "InfiniBand"
         if not (facts.adapters or instance or log.plugin):
             return note(observation, "usual without RDMA adapters")
+        better = "the plug-in for EFA is loaded"
+        if facts.adapters or instance:
+            better = f"the node has {'EFA' if facts.has_efa or instance else 'InfiniBand'}"
         reason = f": {log.plugin_error}" if log.plugin_error else ""
-        return bad(f"{observation}, although the node has {name}{reason}", remedy)
+        return bad(f"{observation}, although {better}{reason}", remedy)
     if log.uses_plugin and log.provider not in ("", "efa"):
         return bad(f"{observation}, which is not EFA", remedy)
     if log.provider == "efa" and 0 < log.nics < count:

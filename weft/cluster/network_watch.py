@@ -26,7 +26,7 @@ from weft.cluster.node_facts import Facts, Finding
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import read_tail
 
-POLL_SECONDS = 0.5
+THREAD_NAME, POLL_SECONDS = "network watch", 0.5
 # NCCL connects while the first step runs; then the log stays the same for this long.
 QUIET_SECONDS = 2.0
 MAX_LOGS = 64  # of NCCL, to search after a failure
@@ -163,7 +163,7 @@ class NetworkWatch:
             return
         text = f"node {socket.gethostname()}: {finding.observation}"
         found = [*find_signatures("\n".join(self._texts.values()), facts)]
-        text += f". {found[0].cause}" if found else ""
+        text += f". {found[0].cause[0].upper()}{found[0].cause[1:]}" if found else ""
         text += f". Remedy: {found[0].remedy if found else finding.remedy}"
         last = read_tail(self.run_dir / "metrics.jsonl").last
         note_event(self.run_dir, "warning", 0 if last is None else int(last["step"]), text)
@@ -182,7 +182,7 @@ class NetworkWatch:
                     self.report(finding, facts)
                     return
 
-        thread = threading.Thread(target=watch, daemon=True)
+        thread = threading.Thread(target=watch, daemon=True, name=THREAD_NAME)
         thread.start()
         try:
             yield

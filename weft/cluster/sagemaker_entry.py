@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
-from weft.cluster.probes import read_text
+from weft.cluster.network_probes import read_text
 from weft.cluster.rank_exit import read_error_reports
 from weft.cluster.sagemaker_storage import check_mounts, link_file_systems
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
