@@ -110,7 +110,7 @@ def test_hardware_fault_retries_the_step_without_the_local_disk(
     local = ("--checkpoint.local_dir", str(tmp_path / "disk"), "--checkpoint.local_interval", "1")
     id = pod.start("--train.steps", "40", *local)
     pod.wait_for_step(14)
-    assert list((tmp_path / "disks" / "n1").glob("*/*/rank-00001.json"))
+    assert list((tmp_path / "disks" / "n1").glob("*/*/rank-*.json"))
     pod.plant_fault("retry", "n1")
     pod.cluster.kill_tasks("n1")
     wait_until(lambda: "auto-resume: replaced n1, retry" in pod.out(), "the retry", 300)
@@ -149,6 +149,7 @@ def test_crash_that_outlasts_the_restarts_is_requeued_by_weft(
     (tmp_path / "crash").unlink()
     pod.wait_for_field(id, "JobState", "COMPLETED")
     out = pod.out()
+    # The node of the killed rank; the other one sees broken connections.
     assert "not restarted: resilience.max_restarts_per_hour=1 restarts are used up" in out
     assert out.count("weft: exit status 1: requeuing job") == 1
     check_against_reference(tmp_path, store_path, 20)

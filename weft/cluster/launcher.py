@@ -254,9 +254,8 @@ def record_failure(
 ) -> Failure:
     """Append a failure to ``history``; set ``no_retry_reason`` to prevent a restart.
 
-    The result is transient only if a later start of the job may succeed.  ``history`` has the
-    monotonic time of each failure.  ``max_restarts`` is the maximum number of restarts within one
-    hour; 0 disables restarts.
+    ``history`` has the monotonic time of each failure.  ``max_restarts`` is the maximum number of
+    restarts within one hour; 0 disables restarts.
     """
     now = time.monotonic()
     last = history[-1][1] if history else None
@@ -264,7 +263,7 @@ def record_failure(
     recent = sum(failed_at > now - 3600 for failed_at, _ in history)
     if last and failure.where and (failure.kind, failure.where) == (last.kind, last.where):
         reason = f"the restarted run failed again with {failure.kind} {failure.where}"
-        return replace(failure, transient=False, no_retry_reason=reason)
+        return replace(failure, no_retry_reason=reason)
     if max_restarts and failure.transient and recent > max_restarts:
         reason = f"resilience.max_restarts_per_hour={max_restarts} restarts are used up"
         return replace(failure, no_retry_reason=reason)
