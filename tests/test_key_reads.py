@@ -18,6 +18,7 @@ SECTION_OF_CLASS = {section.__name__: name for name, section in SECTIONS.items()
 EXCEPTIONS = {
     "data.path": "each kind of data source gets the section and names its path in messages",
     "run.cluster": "each tool that plans for a cluster, and the list of recipes",
+    "parallel.dp_replicate": "laid out, checked and advised on; a launcher warns without replicas",
     "parallel.dp_shard": "auto and fit are resolved, laid out anew, checked and advised on",
     "launch.options": "each scheduler has other options",
     "model.path": "names the run, and the model in messages of the import",

@@ -11,10 +11,10 @@ import pytest
 
 from tests.cluster.requests import format_errors, request
 from weft.cluster import hyperpod, slurm
+from weft.cluster.launch_warnings import find_warnings
 from weft.cluster.launcher import Failure
 from weft.cluster.requeue import REQUEUE_DIR, record_final_failure, record_start
 from weft.cluster.start import explain_failure
-from weft.cluster.submit import find_warnings
 
 # A job step that exits with $STATUS.  weft records the step of the checkpoint, and a final failure.
 FAKES = """\
@@ -242,8 +242,8 @@ def test_short_time_limit_is_reported_on_hyperpod(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short, long = request(("launch.time_limit", "01:59:59")), request()
-    assert list(hyperpod.find_warnings(short)) == []
+    assert list(slurm.find_warnings(short)) == []
     monkeypatch.setattr(hyperpod, "HYPERPOD_DIR", tmp_path)
-    assert list(hyperpod.find_warnings(long)) == []
-    (warning,) = hyperpod.find_warnings(short)
+    assert list(slurm.find_warnings(long)) == []
+    (warning,) = slurm.find_warnings(short)
     assert "launch.time_limit=01:59:59 is short for HyperPod" in warning

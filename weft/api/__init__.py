@@ -253,7 +253,8 @@ def launch(
         InvalidConfig: with every mistake, before anything is submitted.
         WeftError: if the cluster refuses the job.
     """
-    from weft.cluster.submit import build_request, check_text, get_cluster, print_warnings, submit
+    from weft.cluster.launch_warnings import print_warnings
+    from weft.cluster.submit import build_request, check_text, get_cluster, submit
     from weft.train.machine import detect_machine
 
     errors = ConfigErrors()

@@ -47,7 +47,8 @@ def add_job(commands: Commands) -> None:
 
 def run_launch(options: argparse.Namespace) -> None:
     """Submit a recipe to a cluster."""
-    from weft.cluster.submit import build_request, check_text, get_cluster, print_warnings, submit
+    from weft.cluster.launch_warnings import print_warnings
+    from weft.cluster.submit import build_request, check_text, get_cluster, submit
     from weft.train.machine import detect_machine
 
     request = build_request(

@@ -93,7 +93,7 @@ def collect_job_facts(
 
 
 def _meet_nodes(facts: Facts, ranks: int, with_network: bool) -> Facts:
-    """Exchange facts with the other nodes, and measure the network if all of them came.
+    """Exchange facts with the other nodes; measure the network if all came.
 
     Raises:
         WeftError: if no host answers at the endpoint.

@@ -1,4 +1,4 @@
-"""SageMaker HyperPod on Slurm: what differs from another Slurm cluster; see docs/hyperpod.md.
+"""Rules for jobs on SageMaker HyperPod with Slurm; see docs/hyperpod.md.
 
 HyperPod replaces a node that has a hardware fault, and starts a job whose ``srun`` has
 ``--auto-resume=1`` again.  A replaced node keeps its name and loses its disks, so a run must keep
@@ -47,9 +47,8 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield a warning if the time limit leaves no time for the replacement of a node."""
-    limit = request.job.launch.time_limit
+def warn_short_limit(limit: str) -> Iterator[str]:
+    """Yield a warning if a time limit leaves no time for the replacement of a node."""
     if HYPERPOD_DIR.is_dir() and parse_duration(limit) < MIN_TIME_LIMIT_SECONDS:
         yield (
             f"launch.time_limit={limit} is short for HyperPod: the replacement of a node takes 20 "

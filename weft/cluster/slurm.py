@@ -91,6 +91,11 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield the warnings about a request."""
+    yield from hyperpod.warn_short_limit(request.job.launch.time_limit)
+
+
 def render(request: JobRequest) -> str:
     """Return the batch script."""
     launch, (min_nodes, max_nodes) = request.job.launch, request.nodes

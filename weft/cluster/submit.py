@@ -272,37 +272,6 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
     return SubmittedJob(run_dir, on, id)
 
 
-# A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
-MAX_LOST_INTERVALS = 100
-
-
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield a warning if the loss of one node would cost much work, despite local checkpoints."""
-    section = request.job.checkpoint
-    interval, local = section.interval, section.local_interval
-    if not section.saves_locally or interval == "auto" or request.job.parallel.dp_replicate > 1:
-        return
-    if interval == 0 or interval >= MAX_LOST_INTERVALS * local:
-        lost = f"up to {interval:,} steps" if interval else "all steps"
-        yield (
-            f"checkpoint.interval={interval} makes a run that loses a node repeat {lost}: the "
-            f"checkpoints in checkpoint.local_dir (every {local} steps) are lost with the node. "
-            f"Use checkpoint.interval=auto or less than {MAX_LOST_INTERVALS * local:,}."
-        )
-
-
-def print_warnings(on: str, request: JobRequest) -> None:
-    """Print the warnings about a request on stderr."""
-    from weft.cluster import hyperpod  # imports this module
-
-    warnings = [
-        *find_warnings(request),
-        *(hyperpod.find_warnings(request) if on == "slurm" else ()),
-    ]
-    for warning in warnings:
-        print(f"weft: warning: {warning}", file=sys.stderr)
-
-
 # --------------------------------------------------------------------------- submitted jobs
 
 RECORD = "launch.json"

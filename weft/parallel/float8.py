@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.models.layers import grouped_linear
+from weft.models.layers import add_bias, grouped_linear
 from weft.models.moe import ExpertLinear
 from weft.parallel.private import iter_sharded_parameters, set_all_gather_hooks
 
@@ -132,8 +132,8 @@ class MXLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply in MXFP8, and add the bias."""
         # torchao's cast refuses strided rows, which attention over chunks may return.
-        out: Tensor = self.function.apply(input.contiguous(), self.weight, *self.options)
-        return out if self.bias is None else out + self.bias
+        out = self.function.apply(input.contiguous(), self.weight, *self.options)
+        return add_bias(out, self.bias)
 
 
 class Float8AllGather:
