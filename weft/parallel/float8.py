@@ -132,8 +132,7 @@ class MXLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply in MXFP8, and add the bias."""
         # torchao's cast refuses strided rows, which attention over chunks may return.
-        out = self.function.apply(input.contiguous(), self.weight, *self.options)
-        return add_bias(out, self.bias)
+        return add_bias(self.function.apply(input.contiguous(), self.weight, *self.options), self.bias)
 
 
 class Float8AllGather:
