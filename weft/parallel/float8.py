@@ -129,10 +129,10 @@ class MXLinear(nn.Linear):
         rounding = config.ScaleCalculationMode.RCEIL  # rounds scales up, so nothing saturates
         self.options = (*dtypes, MX_BLOCK_SIZE, *kernels, rounding, False)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Multiply in MXFP8, and add the bias."""
         # torchao's cast refuses strided rows, which attention over chunks may return.
-        return add_bias(self.function.apply(input.contiguous(), self.weight, *self.options), self.bias)
+        return add_bias(self.function.apply(x.contiguous(), self.weight, *self.options), self.bias)
 
 
 class Float8AllGather:
