@@ -77,7 +77,8 @@ class Checkpoints:
 
     def save(self) -> None:
         self.step += 1
-        self.saver.save(self.built.model_parts, self.built.optimizer, {"step": self.step})
+        manifest = {"step": self.step, "samples": self.step}
+        self.saver.save(self.built.model_parts, self.built.optimizer, manifest)
         self.saver.wait()
 
     def load(self) -> None:
