@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.cluster import namespaces
 from tests.cluster.namespaces import Host, connected_hosts
 from weft.cluster import network_benchmark
-from weft.cluster.network_benchmark import Meeting, benchmark_groups, pair_rounds, summarize
+from weft.cluster.network_benchmark import NodeStore, benchmark_groups, pair_rounds, summarize
 from weft.cluster.network_checks import check_network
 from weft.cluster.node_facts import Facts, NetworkMeasurements
 
@@ -107,11 +107,11 @@ def test_summary_of_a_ring_that_alone_fails() -> None:
     assert "an all-reduce over all nodes fails: RuntimeError: out of ports" in network.errors[0]
 
 
-def test_meeting_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_store_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_benchmark, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(network_benchmark, "LOST_SECONDS", 0.3)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    first, second = (Meeting(store, node, HOSTS[:2]) for node in range(2))
+    first, second = (NodeStore(store, node, HOSTS[:2]) for node in range(2))
     with first.show_alive():
         with second.show_alive():
             time.sleep(0.5)

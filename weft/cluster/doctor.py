@@ -82,14 +82,14 @@ def collect_job_facts(
     facts = replace(facts, rendezvous_status=probe_endpoint(endpoint))
     if facts.rendezvous_status in ("free", "answers"):
         try:
-            return _meet_nodes(facts, ranks, with_network)
+            return _exchange_facts(facts, ranks, with_network)
         except WeftError:
             return replace(facts, rendezvous_status="no weft launcher answers there")
     return facts
 
 
-def _meet_nodes(facts: Facts, ranks: int, with_network: bool) -> Facts:
-    """Exchange facts with the other nodes, and measure the network if all of them came.
+def _exchange_facts(facts: Facts, ranks: int, with_network: bool) -> Facts:
+    """Exchange facts with the other nodes, and measure the network if all came.
 
     Raises:
         WeftError: if no host answers at the endpoint.

@@ -1,4 +1,4 @@
-"""Known accidents of NCCL on EFA, recognized by logs, versions and facts of the machine.
+"""Known accidents of NCCL on EFA, recognized by logs, versions and facts.
 
 ``failure_signatures.toml`` lists them with their causes and remedies.  ``weft doctor --logs``, the
 check of versions in ``weft doctor`` and the message of a failed run use the same list.
@@ -92,7 +92,7 @@ def match_version(version: str, limits: str) -> bool:
 
 
 def find_signatures(text: str, facts: Facts, log: NcclLog | None = None) -> dict[Signature, str]:
-    """Return the accidents that a log and a machine show, with the line of the log that shows it.
+    """Return the accidents that a log and a machine show, each with its line.
 
     Args:
         text: log of one process; empty: only facts count.

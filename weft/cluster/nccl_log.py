@@ -93,7 +93,10 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 
 def merge_logs(logs: Iterable[NcclLog]) -> NcclLog:
-    """Combine the logs of a node's processes; a network of sockets wins, and the fewest devices."""
+    """Combine the logs of a node's processes.
+
+    Sockets count if one process uses them, and the fewest devices.
+    """
 
     def merge(a: NcclLog, b: NcclLog) -> NcclLog:
         first = {name: getattr(a, name) or getattr(b, name) for name in NcclLog.__annotations__}
@@ -110,7 +113,7 @@ def merge_logs(logs: Iterable[NcclLog]) -> NcclLog:
 
 
 def describe_network(log: NcclLog) -> str:
-    """Describe the network: 'EFA with GPUDirect RDMA (32 devices, aws-ofi-nccl 1.19.0, ...)'."""
+    """Describe the network: 'EFA with GPUDirect RDMA (32 devices, ...)'."""
     if log.uses_plugin:
         name = "EFA" if log.provider == "efa" else f"libfabric's provider {log.provider or '?'}"
     else:

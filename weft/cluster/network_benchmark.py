@@ -1,4 +1,4 @@
-"""Benchmark of the network between the nodes of a job: every pair, and a ring of all ranks.
+"""Benchmark of the network between nodes: every pair, and a ring of all ranks.
 
 `measure_network` runs on every node at the same time.  It starts one process per device, because a
 collective that hangs can only be ended by ending its process, and it never waits without a limit.
@@ -58,7 +58,7 @@ def pair_rounds(nodes: int) -> Iterator[Sequence[tuple[int, int]]]:
         seats.insert(1, seats.pop())
 
 
-class Meeting:
+class NodeStore:
     """The nodes of a benchmark, in the store in which they meet.
 
     Args:
@@ -104,7 +104,7 @@ class Meeting:
         return False
 
     def wait(self, keys: Mapping[int, str], seconds: float) -> int | None:
-        """Wait for a key of each node; return the number of a node that is lost or takes long.
+        """Wait for a key of each node; return a node that is lost or takes too long.
 
         Args:
             keys: the keys by the number of the node that sets them.
@@ -156,7 +156,7 @@ def measure_rank(
     finished = read_results(path)
     store = connect_store(endpoint, RUN_ID, (1, len(hosts)), START_SECONDS)
     store.set_timeout(timedelta(seconds=MEASURE_SECONDS))
-    meeting = Meeting(torch.distributed.PrefixStore(RUN_ID, store), node, hosts)
+    nodes_store = NodeStore(torch.distributed.PrefixStore(RUN_ID, store), node, hosts)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -165,11 +165,11 @@ def measure_rank(
     with path.open("a") as file:
         for name, nodes in benchmark_groups(len(hosts)):
             if node in nodes and name not in finished:
-                measure_group(meeting, name, nodes, local_rank, ranks, device, file)
+                measure_group(nodes_store, name, nodes, local_rank, ranks, device, file)
 
 
 def benchmark_groups(nodes: int) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield name and nodes of each group to measure: all pairs, then the ring of all nodes."""
+    """Yield name and nodes of each group to measure: all pairs, then the ring."""
     for pairs in pair_rounds(nodes):
         for a, b in pairs:
             yield f"{a}-{b}", (a, b)
@@ -183,7 +183,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure_group(
-    meeting: Meeting,
+    nodes_store: NodeStore,
     name: str,
     nodes: Sequence[int],
     local_rank: int,
@@ -200,10 +200,10 @@ def measure_group(
         write(error=f"no end within {MEASURE_SECONDS:.0f} s")
         os._exit(HANGS)
 
-    store = meeting.store
-    if store.add(f"{name}/ready/{meeting.node}/count", 1) >= ranks:
-        store.set(f"{name}/ready/{meeting.node}", "")
-    late = meeting.wait({node: f"{name}/ready/{node}" for node in nodes}, START_SECONDS)
+    store = nodes_store.store
+    if store.add(f"{name}/ready/{nodes_store.node}/count", 1) >= ranks:
+        store.set(f"{name}/ready/{nodes_store.node}", "")
+    late = nodes_store.wait({node: f"{name}/ready/{node}" for node in nodes}, START_SECONDS)
     if late is not None:
         write(lost=late)
         return
@@ -211,7 +211,7 @@ def measure_group(
     timer.daemon = True
     timer.start()
     try:
-        write(rate=_measure(meeting, name, nodes, local_rank, ranks, device))
+        write(rate=_measure(nodes_store, name, nodes, local_rank, ranks, device))
     except Exception as error:  # of any backend
         text = str(error).partition("\n")[0]
         write(error=f"{type(error).__name__}: {text}")
@@ -220,18 +220,23 @@ def measure_group(
 
 
 def _measure(
-    meeting: Meeting, name: str, nodes: Sequence[int], local_rank: int, ranks: int, device: Any
+    nodes_store: NodeStore,
+    name: str,
+    nodes: Sequence[int],
+    local_rank: int,
+    ranks: int,
+    device: Any,
 ) -> float:
-    """Return bytes/s: of a pair in each direction, or the ring's bus bandwidth per rank."""
+    """Return bytes/s of a pair in each direction, or the ring's bus bandwidth."""
     import torch
     import torch.distributed as dist
 
     is_gpu, size = device.type == "cuda", len(nodes) * ranks
-    rank = list(nodes).index(meeting.node) * ranks + local_rank
+    rank = list(nodes).index(nodes_store.node) * ranks + local_rank
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-            store=dist.PrefixStore(f"{name}/group", meeting.store),
+            store=dist.PrefixStore(f"{name}/group", nodes_store.store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=MEASURE_SECONDS - 5),
@@ -258,7 +263,7 @@ def _measure(
 
 
 def _seconds_per_call(run: Callable[[], object], device: Any) -> float:
-    """Return the median seconds of a collective; all ranks make the same number of calls."""
+    """Return the median seconds of a call; all ranks make the same number of calls."""
     import torch
     import torch.distributed as dist
 
@@ -295,11 +300,11 @@ def measure_network(
     shared = PrefixStore(RUN_ID, store)
     node = shared.add("nodes", 1) - 1
     shared.set(f"host/{node}", json.dumps([socket.gethostname(), ranks]))
-    hosts, errors = _meet(shared, nodes, ranks)
+    hosts, errors = _gather_hosts(shared, nodes, ranks)
     if errors:
         return NetworkMeasurements(tuple(hosts), ranks, errors=tuple(errors))
-    meeting = Meeting(shared, node, hosts)
-    with meeting.show_alive(), tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
+    nodes_store = NodeStore(shared, node, hosts)
+    with nodes_store.show_alive(), tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
         arguments = {"endpoint": endpoint, "hosts": hosts, "node": node, "ranks": ranks}
         error = _run_processes({**arguments, "kind": device, "home": directory}, Path(directory))
         own = _merge_ranks([read_results(Path(directory, f"result-{r}")) for r in range(ranks)])
@@ -308,14 +313,14 @@ def measure_network(
             shared.set(f"lost/{node}", "")  # so that nobody waits for it
         logs = tuple(read_network_lines(path) for path in Path(directory).glob("nccl-*"))
         shared.set(f"results/{node}", json.dumps(own))
-        results = _collect(meeting)
+        results = _collect(nodes_store)
         with suppress(RuntimeError):  # the host of the store should end last
             shared.set(f"done/{node}", "")
-            _wait_each(meeting, "done", LOST_SECONDS)
+            _wait_each(nodes_store, "done", LOST_SECONDS)
     return summarize(hosts, ranks, results, logs)
 
 
-def _meet(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
+def _gather_hosts(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
     """Wait for all nodes; return their names, and why the benchmark cannot start."""
     deadline = time.monotonic() + START_SECONDS
     keys = [f"host/{node}" for node in range(nodes)]
@@ -334,7 +339,7 @@ def _meet(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
 
 
 def _run_processes(arguments: Mapping[str, Any], directory: Path) -> str:
-    """Run the ranks of this node to their end; start a rank again after a measurement hung.
+    """Run the ranks of this node; start a rank again after a measurement hung.
 
     Returns:
         Why a process failed; empty if none did.
@@ -390,21 +395,21 @@ def _merge_ranks(results: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
     return merged
 
 
-def _wait_each(meeting: Meeting, name: str, seconds: float) -> Iterator[int]:
+def _wait_each(nodes_store: NodeStore, name: str, seconds: float) -> Iterator[int]:
     """Wait for NAME/NODE of every node; return the nodes that have set it."""
-    pending = {node: f"{name}/{node}" for node in range(len(meeting.hosts))}
-    while (late := meeting.wait(pending, seconds) if pending else None) is not None:
+    pending = {node: f"{name}/{node}" for node in range(len(nodes_store.hosts))}
+    while (late := nodes_store.wait(pending, seconds) if pending else None) is not None:
         del pending[late]
     return iter(pending)
 
 
-def _collect(meeting: Meeting) -> list[dict[str, Result]]:
+def _collect(nodes_store: NodeStore) -> list[dict[str, Result]]:
     """Return the results of every node; empty for a node that is lost."""
     seconds = START_SECONDS + 2 * MEASURE_SECONDS
-    present = set(_wait_each(meeting, "results", seconds))
+    present = set(_wait_each(nodes_store, "results", seconds))
     return [
-        json.loads(meeting.store.get(f"results/{node}")) if node in present else {}
-        for node in range(len(meeting.hosts))
+        json.loads(nodes_store.store.get(f"results/{node}")) if node in present else {}
+        for node in range(len(nodes_store.hosts))
     ]
 
 

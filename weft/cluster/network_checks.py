@@ -1,4 +1,4 @@
-"""Checks of network adapters, of EFA's software, and of the network that ranks really use."""
+"""Checks of network adapters, EFA's software, and the network that ranks use."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def check_efa_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
-    """Check logs for known accidents; each accident is one finding, with its first log.
+    """Check logs for known accidents; yield one finding for each accident.
 
     Args:
         paths: logs and run directories.

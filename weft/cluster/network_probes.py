@@ -43,7 +43,7 @@ def list_adapters(root: Path) -> Iterator[Adapter]:
 
 
 def find_instance_type(environment: Mapping[str, str], dmi: Path = DMI_DIR) -> str:
-    """Return the EC2 instance type, without a request to the metadata service; empty: unknown."""
+    """Return the EC2 instance type from files and variables; empty: unknown."""
     if name := environment.get("SM_CURRENT_INSTANCE_TYPE"):
         return name
     vendors = read_text(dmi / "board_vendor") + read_text(dmi / "sys_vendor")

@@ -33,7 +33,7 @@ MAX_LOGS = 64  # of NCCL, to search after a failure
 
 
 def enable_nccl_log(run_dir: Path, environment: MutableMapping[str, str]) -> None:
-    """Make NCCL log its network to files, unless the user has set NCCL_DEBUG or its file."""
+    """Make NCCL log its network to files, unless the user has set NCCL_DEBUG."""
     if not {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} & environment.keys():
         directory = str(run_dir.absolute() / "logs").replace("%", "%%")
         environment["NCCL_DEBUG"] = "INFO"
@@ -42,7 +42,7 @@ def enable_nccl_log(run_dir: Path, environment: MutableMapping[str, str]) -> Non
 
 
 def nccl_log_pattern(environment: Mapping[str, str]) -> str:
-    """Return a glob pattern for the logs of this node's ranks; empty: NCCL logs to no file."""
+    """Return a glob pattern for the logs of this node's ranks; empty: no files."""
     level, file = environment.get("NCCL_DEBUG", ""), environment.get("NCCL_DEBUG_FILE", "")
     if level.upper() not in ("INFO", "TRACE") or not file:
         return ""

@@ -1,4 +1,4 @@
-"""Checks of the environment variables of NCCL, libfabric, aws-ofi-nccl, gloo and CUDA."""
+"""Checks of environment variables of NCCL, libfabric, its plug-in, gloo and CUDA."""
 
 from __future__ import annotations
 
