@@ -107,7 +107,7 @@ def test_summary_of_a_ring_that_alone_fails() -> None:
     assert "an all-reduce over all nodes fails: RuntimeError: out of ports" in network.errors[0]
 
 
-def test_meeting_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_store_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_benchmark, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(network_benchmark, "LOST_SECONDS", 0.3)
     store = dist.HashStore()  # type: ignore[attr-defined]

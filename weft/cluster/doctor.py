@@ -86,7 +86,7 @@ def collect_job_facts(
     facts = replace(facts, rendezvous_status=probe_endpoint(endpoint))
     if facts.rendezvous_status in ("free", "answers"):
         try:
-            return _meet_nodes(facts, ranks, with_network)
+            return _exchange_facts(facts, ranks, with_network)
         except WeftError:
             return replace(facts, rendezvous_status="no weft launcher answers there")
     return facts
