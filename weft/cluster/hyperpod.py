@@ -1,4 +1,4 @@
-"""SageMaker HyperPod on Slurm: what differs from another Slurm cluster; see docs/hyperpod.md.
+"""SageMaker HyperPod on Slurm: directories and limits; see docs/hyperpod.md.
 
 HyperPod replaces a node that has a hardware fault, and starts a job whose ``srun`` has
 ``--auto-resume=1`` again.  A replaced node keeps its name and loses its disks, so a run must keep

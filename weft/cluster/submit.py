@@ -265,7 +265,7 @@ MAX_LOST_INTERVALS = 100
 
 
 def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield a warning if the loss of one node would cost much work, despite local checkpoints."""
+    """Yield a warning if the loss of one node would repeat many steps."""
     section = request.job.checkpoint
     interval, local = section.interval, section.local_interval
     if not section.saves_locally or interval == "auto" or request.job.parallel.dp_replicate > 1:
