@@ -92,7 +92,7 @@ def collect_job_facts(
     return facts
 
 
-def _meet_nodes(facts: Facts, ranks: int, with_network: bool) -> Facts:
+def _exchange_facts(facts: Facts, ranks: int, with_network: bool) -> Facts:
     """Exchange facts with the other nodes; measure the network if all came.
 
     Raises:
