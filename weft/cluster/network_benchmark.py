@@ -36,7 +36,7 @@ from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 from weft.train.environment import is_loopback
 
 # A node that has not shown that it is alive for this long is lost.
-ALIVE_SECONDS, LOST_SECONDS = 1.0, 10.0
+ALIVE_SECONDS, LOST_SECONDS = 1.0, 15.0
 START_SECONDS = 120.0  # for the processes of all nodes to start
 MEASURE_SECONDS = 30.0  # for one pair or ring; then it hangs
 BURST_SECONDS = 0.5  # of messages, per pair
