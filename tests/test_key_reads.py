@@ -19,6 +19,7 @@ EXCEPTIONS = {
     "data.path": "each kind of data source gets the section and names its path in messages",
     "run.cluster": "each tool that plans for a cluster, and the list of recipes",
     "parallel.dp_shard": "auto and fit are resolved, laid out anew, checked and advised on",
+    "parallel.dp_replicate": "planned and checked; Slurm's warning has a request without a plan",
     "launch.options": "each scheduler has other options",
     "model.path": "names the run, and the model in messages of the import",
     "lora.path": "as model.path",

@@ -14,7 +14,6 @@ from weft.cluster import hyperpod, slurm
 from weft.cluster.launcher import Failure
 from weft.cluster.requeue import REQUEUE_DIR, record_final_failure, record_start
 from weft.cluster.start import explain_failure
-from weft.cluster.submit import find_warnings
 
 # A job step that exits with $STATUS.  weft records the step of the checkpoint, and a final failure.
 FAKES = """\
@@ -231,19 +230,19 @@ def test_volatile_run_directory_is_refused_on_hyperpod(
     ],
 )
 def test_rare_shared_checkpoints_are_reported(overrides: dict[str, str], warning: str) -> None:
-    messages = list(find_warnings(request(*overrides.items())))
+    messages = list(slurm.find_warnings(request(*overrides.items())))
     assert bool(messages) == bool(warning)
     assert warning in "".join(messages)
     replicas = request(*overrides.items(), ("parallel.dp_replicate", "2"))
-    assert list(find_warnings(replicas)) == []
+    assert list(slurm.find_warnings(replicas)) == []
 
 
 def test_short_time_limit_is_reported_on_hyperpod(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short, long = request(("launch.time_limit", "01:59:59")), request()
-    assert list(hyperpod.find_warnings(short)) == []
+    assert list(slurm.find_warnings(short)) == []
     monkeypatch.setattr(hyperpod, "HYPERPOD_DIR", tmp_path)
-    assert list(hyperpod.find_warnings(long)) == []
-    (warning,) = hyperpod.find_warnings(short)
+    assert list(slurm.find_warnings(long)) == []
+    (warning,) = slurm.find_warnings(short)
     assert "launch.time_limit=01:59:59 is short for HyperPod" in warning

@@ -49,8 +49,8 @@ def add_job(commands: Commands) -> None:
 
 def run_launch(options: argparse.Namespace) -> None:
     """Submit a recipe to a cluster."""
-    from weft.cluster import hyperpod
-    from weft.cluster.submit import build_request, find_warnings, get_cluster, submit
+    from weft.cluster import slurm
+    from weft.cluster.submit import build_request, get_cluster, submit
     from weft.train.machine import detect_machine
 
     request = build_request(
@@ -58,10 +58,7 @@ def run_launch(options: argparse.Namespace) -> None:
     )
     text = get_cluster(options.on).render(request)
     print(text)
-    warnings = [*find_warnings(request)]
-    if options.on == "slurm":
-        warnings += hyperpod.find_warnings(request)
-    for warning in warnings:
+    for warning in slurm.find_warnings(request) if options.on == "slurm" else ():
         print(f"weft: warning: {warning}", file=sys.stderr)
     if rules := get_cluster(options.on).check(text):
         raise InvalidConfig(

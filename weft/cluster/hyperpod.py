@@ -47,11 +47,10 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield a warning if the time limit leaves no time for the replacement of a node."""
-    limit = request.job.launch.time_limit
-    if HYPERPOD_DIR.is_dir() and parse_duration(limit) < MIN_TIME_LIMIT_SECONDS:
+def find_warnings(time_limit: str) -> Iterator[str]:
+    """Yield a warning if ``launch.time_limit`` is short for the replacement of a node."""
+    if HYPERPOD_DIR.is_dir() and parse_duration(time_limit) < MIN_TIME_LIMIT_SECONDS:
         yield (
-            f"launch.time_limit={limit} is short for HyperPod: the replacement of a node takes 20 "
-            "to 30 minutes of it. Use 02:00:00 or more."
+            f"launch.time_limit={time_limit} is short for HyperPod: the replacement of a node "
+            "takes 20 to 30 minutes of it. Use 02:00:00 or more."
         )

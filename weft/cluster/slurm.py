@@ -55,6 +55,8 @@ END_SECONDS = 120
 # Starts in a row from the same checkpoint after which a job ends: failed ones, and all with stops
 # (a preemption or a time limit before the first step, an unhealthy node).
 MAX_FAILED_STARTS, MAX_STARTS = 3, 10
+# A run that loses a node, and with it local checkpoints, repeats fewer local intervals than this.
+MAX_LOST_INTERVALS = 100
 # sbatch's options that weft sets, and the key or option that controls each.
 RESERVED_OPTIONS = {
     "nodes": "--nodes",
@@ -89,6 +91,22 @@ def find_errors(request: JobRequest) -> ConfigErrors:
             errors.add(key, "is an option that weft sets", remedy)
     errors += hyperpod.find_errors(request)
     return errors
+
+
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield a warning if the loss of one node would repeat many steps; and HyperPod's."""
+    section = request.job.checkpoint
+    interval, local = section.interval, section.local_interval
+    has_replicas = request.job.parallel.dp_replicate > 1  # they keep the state of a lost node
+    is_rare = interval == 0 or (interval != "auto" and interval >= MAX_LOST_INTERVALS * local)
+    if section.saves_locally and is_rare and not has_replicas:
+        lost = f"up to {interval:,} steps" if interval else "all steps"
+        yield (
+            f"checkpoint.interval={interval} makes a run that loses a node repeat {lost}: the "
+            f"checkpoints in checkpoint.local_dir (every {local} steps) are lost with the node. "
+            f"Use checkpoint.interval=auto or less than {MAX_LOST_INTERVALS * local:,}."
+        )
+    yield from hyperpod.find_warnings(request.job.launch.time_limit)
 
 
 def render(request: JobRequest) -> str:

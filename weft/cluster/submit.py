@@ -260,25 +260,6 @@ def submit(on: str, request: JobRequest, text: str) -> str:
     return id
 
 
-# A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
-MAX_LOST_INTERVALS = 100
-
-
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield a warning if the loss of one node would repeat many steps."""
-    section = request.job.checkpoint
-    interval, local = section.interval, section.local_interval
-    if not section.saves_locally or interval == "auto" or request.job.parallel.dp_replicate > 1:
-        return
-    if interval == 0 or interval >= MAX_LOST_INTERVALS * local:
-        lost = f"up to {interval:,} steps" if interval else "all steps"
-        yield (
-            f"checkpoint.interval={interval} makes a run that loses a node repeat {lost}: the "
-            f"checkpoints in checkpoint.local_dir (every {local} steps) are lost with the node. "
-            f"Use checkpoint.interval=auto or less than {MAX_LOST_INTERVALS * local:,}."
-        )
-
-
 # --------------------------------------------------------------------------- submitted jobs
 
 RECORD = "launch.json"
