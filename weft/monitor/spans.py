@@ -98,7 +98,8 @@ class SpanWriter:
             done += self._file.write(data[done:]) or 0
         self._end += len(text)
         if self._end > FILE_BYTES:
-            self._file = None  # which closes it
+            self._file.close()
+            self._file = None
 
     def _open(self, path: Path) -> IO[bytes]:
         """Open the file for appending; rename one that is full, or torn by a kill."""
@@ -112,8 +113,8 @@ class SpanWriter:
         about = {"name": f"rank {self._rank} (host times)"}
         head = {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": about}
         text = b"[\n" + json.dumps(head).encode()
-        path.write_bytes(text + END)  # no rename: a start has as many as ranks
-        self._end = len(text)
+        # No rename: a start would have as many as ranks.
+        self._end = path.write_bytes(text + END) - len(END)
         return path.open("r+b", buffering=0)
 
     def close(self) -> None:
