@@ -118,7 +118,9 @@ def test_script_in_a_full_directory_counts_the_restarts(script: Script, tmp_path
     assert [script.is_requeued(1) for _ in range(3)] == [True, True, False]
 
 
-@pytest.mark.parametrize("text", ["$(touch pwned) 20", "a[$(touch pwned)] 20", "08 20", "", "x\ny"])
+@pytest.mark.parametrize(
+    "text", ["$(touch${IFS}pwned) 20", "a[$(touch${IFS}pwned)] 20", "x 20", "08 20", "", "x\ny"]
+)
 def test_script_with_a_damaged_count_runs_nothing(
     text: str, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +207,8 @@ def test_volatile_directories_are_refused_on_hyperpod(
         "shared file system, such as /fsx/run-7."
     )
     (tmp_path / "shared").symlink_to("/dev/shm")
-    assert bool(errors(("checkpoint.dir", f"{tmp_path}/shared/a"))) == is_hyperpod
+    message = errors(("checkpoint.dir", f"{tmp_path}/shared/a"))
+    assert ("is on the node's memory (/dev/shm)" in message) == is_hyperpod
     for path in ("/fsx/a", "s3://bucket/tmp", "/opt/sagemaker_cluster/a", "/tmpfs/a", "auto"):
         assert errors(("checkpoint.dir", path)) == ""
 
@@ -216,6 +219,9 @@ def test_volatile_run_directory_is_refused_on_hyperpod(
     monkeypatch.setattr(hyperpod, "HYPERPOD_DIR", tmp_path)
     (error,) = slurm.find_errors(replace(request(), run_dir=Path("/tmp/run")))
     assert str(error).startswith('run.dir="/tmp/run" is on the node\'s root volume')
+    nameless = replace(request(), name="", run_dir=Path())
+    monkeypatch.chdir(tmp_path)
+    assert list(slurm.find_errors(nameless)) == []
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     if not HYPERPOD_DIR.is_dir():
         return errors
     section = request.job.checkpoint
-    paths = {RUN_DIR: str(request.run_dir)}
+    # Without a name, another error leaves the run without a directory.
+    paths = {RUN_DIR: str(request.run_dir)} if request.name else {}
     if not section.is_in_run_dir and "://" not in section.dir:
         paths["checkpoint.dir"] = section.dir
     for key, value in paths.items():
