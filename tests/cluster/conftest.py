@@ -26,7 +26,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from tests.small import SMALL
+from tests.small import SMALL, records, train_rank
 from weft.cli.main import main
 
 WEFT = [sys.executable, "-m", "weft"]
@@ -312,3 +312,15 @@ def _call_main(
     for number in (1, 2):  # discard output that remains in buffers
         os.dup2(nowhere, number)
     return int(status or 0)
+
+
+def check_against_reference(directory: Path, store: Path, steps: int) -> None:
+    """Check that each step is recorded once, with the losses of one process."""
+    straight = directory / "straight"
+    overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
+    run_ranks(train_rank, 1, overrides, str(store), timeout=200)
+    ours, theirs = records(directory / "run"), records(straight)
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
+        assert a["tokens"] == b["tokens"]

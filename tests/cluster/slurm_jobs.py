@@ -9,12 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.conftest import SLEEPY, WEFT
-from tests.harness import ROOT, run_ranks
+from tests.harness import ROOT
 from tests.slurm import Slurm
-from tests.small import SMALL, records, train_rank
+from tests.small import SMALL, records
 
 
 class Launcher:
@@ -89,14 +87,3 @@ class Launcher:
 
     def finish_soon(self) -> None:
         (self.directory / "hurry").touch()
-
-
-def check_against_reference(directory: Path, store: Path, steps: int) -> None:
-    """Check that each step is recorded once, with the losses of one process."""
-    straight = directory / "straight"
-    overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
-    run_ranks(train_rank, 1, overrides, str(store), timeout=200)
-    ours, theirs = records(directory / "run"), records(straight)
-    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"

@@ -14,7 +14,7 @@ import pytest
 from tests import slurm
 from tests.cluster import auto_resume
 from tests.cluster.auto_resume import NODES, HyperPod
-from tests.cluster.slurm_jobs import check_against_reference
+from tests.cluster.conftest import check_against_reference
 from tests.slurm import Slurm, wait_until
 
 MISSING = slurm.missing() or auto_resume.missing()

@@ -248,8 +248,8 @@ def test_short_time_limit_is_reported_on_hyperpod(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short, long = request(("launch.time_limit", "01:59:59")), request()
-    assert list(slurm.find_warnings(short)) == []
+    assert list(hyperpod.find_warnings(short)) == []
     monkeypatch.setattr(hyperpod, "HYPERPOD_DIR", tmp_path)
-    assert list(slurm.find_warnings(long)) == []
-    (warning,) = slurm.find_warnings(short)
+    assert list(hyperpod.find_warnings(long)) == []
+    (warning,) = hyperpod.find_warnings(short)
     assert "launch.time_limit=01:59:59 is short for HyperPod" in warning

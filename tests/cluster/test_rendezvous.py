@@ -22,10 +22,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from tests.cluster.conftest import SLEEPY, processes_in
+from tests.cluster.conftest import SLEEPY, check_against_reference, processes_in
 from tests.cluster.test_launcher import wait_for
-from tests.harness import run_ranks
-from tests.small import records, train_rank
+from tests.small import records
 from weft.cluster import REQUEUE
 from weft.cluster.rendezvous import RendezvousHandler, is_local_endpoint, open_rendezvous
 from weft.config.errors import InvalidConfig
@@ -330,18 +329,6 @@ def cluster(arguments: list[str], tmp_path: Path) -> Iterator[Cluster]:
         process.wait()
 
 
-def check_against_reference(directory: Path, store: Path) -> None:
-    """Check that each step is recorded once, with the losses of one process."""
-    straight = directory / "straight"
-    overrides = [("run.dir", str(straight)), ("train.steps", str(STEPS))]
-    run_ranks(train_rank, 1, overrides, str(store), timeout=200)
-    ours, theirs = records(directory / "run"), records(straight)
-    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
-        assert a["tokens"] == b["tokens"]
-
-
 @pytest.mark.slow
 def test_train_lost_and_new_nodes_continue_the_run(
     cluster: Cluster, store_path: Path, tmp_path: Path
@@ -382,7 +369,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     (tmp_path / "hurry").touch()
     assert cluster.wait("a") == 0, cluster.output("a")
     assert saved in records(tmp_path / "run")  # and is not repeated
-    check_against_reference(tmp_path, store_path)
+    check_against_reference(tmp_path, store_path, STEPS)
 
 
 @pytest.mark.slow
@@ -408,7 +395,7 @@ def test_train_killed_rank_restarts_all_nodes(
     output = cluster.output("a") + cluster.output("b")
     assert "rank 1 failed: SIGKILL" in output
     assert "rank 0 failed: SIGKILL" in output
-    check_against_reference(tmp_path, store_path)
+    check_against_reference(tmp_path, store_path, STEPS)
 
 
 @pytest.mark.slow

@@ -239,13 +239,6 @@ OPTION_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
         {"training_plan": "arn:aws:sagemaker:us-east-1:123456789012:plan/mine"},
         "must be the ARN of a training plan. Use the TrainingPlanArn of 'aws sagemaker list",
     ),
-    "plan spot": (
-        {
-            "training_plan": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine",
-            "spot": "true",
-        },
-        "a training plan has reserved instances, not spot instances",
-    ),
     "types spot": (
         {"instance_type": "ml.p5.48xlarge+ml.p5e.48xlarge", "spot": "true"},
         "must be a single type with spot=true",

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.cluster.slurm_jobs import Launcher, check_against_reference
+from tests.cluster.conftest import check_against_reference
+from tests.cluster.slurm_jobs import Launcher
 from tests.slurm import Slurm, wait_until
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 

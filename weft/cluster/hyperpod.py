@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cluster.submit import RUN_DIR, JobRequest, parse_duration
+from weft.cluster.submit import RUN_DIR, JobRequest
 from weft.config.errors import ConfigErrors
 
 # Every host of a HyperPod cluster with Slurm has this directory.
@@ -48,10 +48,10 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
-def warn_short_limit(limit: str) -> Iterator[str]:
-    """Yield a warning if a time limit leaves no time for the replacement of a node."""
-    if HYPERPOD_DIR.is_dir() and parse_duration(limit) < MIN_TIME_LIMIT_SECONDS:
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield a warning if the time limit is short for the replacement of a node."""
+    if HYPERPOD_DIR.is_dir() and request.time_limit_seconds < MIN_TIME_LIMIT_SECONDS:
         yield (
-            f"launch.time_limit={limit} is short for HyperPod: the replacement of a node takes 20 "
-            "to 30 minutes of it. Use 02:00:00 or more."
+            f"launch.time_limit={request.job.launch.time_limit} is short for HyperPod: the "
+            "replacement of a node takes 20 to 30 minutes of it. Use 02:00:00 or more."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from weft.cluster import slurm
+from weft.cluster import hyperpod
 from weft.cluster.submit import JobRequest
 
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
@@ -14,7 +14,9 @@ MAX_LOST_INTERVALS = 100
 
 def print_warnings(on: str, request: JobRequest) -> None:
     """Print the warnings about a request on stderr."""
-    warnings = [*find_warnings(request), *(slurm.find_warnings(request) if on == "slurm" else [])]
+    warnings = [*find_warnings(request)]
+    if on == "slurm":
+        warnings += hyperpod.find_warnings(request)
     for warning in warnings:
         print(f"weft: warning: {warning}", file=sys.stderr)
 

@@ -43,8 +43,6 @@ def load_dataset_on_host(
 def load_dataset(plan: Plan, console: Console) -> Dataset:
     """Return the tokenized dataset of the job; prepare it if it is not in the cache."""
     data = plan.job.data
-    if not console.quiet:  # once per job, by the node that logs
-        hydrate_start(plan, console.print)
     with show_progress(console) as show:
         report = hydrate_when_reading(data, show, console.print)
         dataset = prepare_data(data, cache_dir(data), report)
@@ -54,11 +52,13 @@ def load_dataset(plan: Plan, console: Console) -> Dataset:
     return dataset
 
 
-def hydrate_start(plan: Plan, log: Log) -> None:
+def hydrate_start(plan: Plan, console: Console) -> None:
     """Hydrate what a run loads first: a checkpoint, or the model that it imports."""
+    if console.quiet:  # once per job, by the node that logs
+        return
     newest = list_checkpoints(checkpoint_dir(plan.job.checkpoint, plan.run_path))[-1:]
     locations = map(str, newest) if newest else (plan.job.model.path, plan.job.lora.path)
-    hydrate_ahead(filter(None, locations), log)
+    hydrate_ahead(filter(None, locations), console.print)
 
 
 def hydrate_tokens(dataset: Dataset, log: Log) -> None:

@@ -110,11 +110,6 @@ DURATIONS = {
     "max_pending": (HOUR // 2, MAX_DAYS * DAY, "must be between 0:30:00 and 28-00:00:00"),
     "wait": (1, math.inf, ""),
 }
-# Pairs of options that exclude each other, with the reason.
-EXCLUSIVE = (
-    ("keep_alive", "SageMaker keeps no spot instances"),
-    ("training_plan", "a training plan has reserved instances, not spot instances"),
-)
 
 
 def check_sagemaker_options(request: JobRequest) -> ConfigErrors:
@@ -172,9 +167,9 @@ def _check_instances(request: JobRequest) -> ConfigErrors:
     if len(types) > 1 and is_spot:
         rule = "must be a single type with spot=true: SageMaker chooses only on-demand instances"
         errors.add(key, rule, "name one type, or omit spot")
-    for name, reason in EXCLUSIVE:
-        if is_spot and name in options:
-            errors.add(f"launch.options.{name}", f"excludes spot=true: {reason}", "omit one")
+    if is_spot and "keep_alive" in options:
+        rule = "excludes spot=true: SageMaker keeps no spot instances"
+        errors.add("launch.options.keep_alive", rule, "omit one")
     if "wait" in options and not is_spot:
         errors.add("launch.options.wait", "requires spot=true")
     return errors
@@ -189,7 +184,7 @@ def s3_data(job: Job) -> str | None:
 
 def time_limits(request: JobRequest) -> dict[str, int]:
     """Return the ``StoppingCondition`` of a request."""
-    options, seconds = request.job.launch.options, parse_duration(request.job.launch.time_limit)
+    options, seconds = request.job.launch.options, request.time_limit_seconds
     limits = {"MaxRuntimeInSeconds": seconds}
     if options.get("spot") == "true":
         wait = options.get("wait")

@@ -40,7 +40,6 @@ from weft.cluster.submit import (
     check_duration,
     format_command,
     is_active,
-    parse_duration,
     render_template,
     run_cli,
 )
@@ -91,17 +90,12 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield the warnings about a request."""
-    yield from hyperpod.warn_short_limit(request.job.launch.time_limit)
-
-
 def render(request: JobRequest) -> str:
     """Return the batch script."""
     launch, (min_nodes, max_nodes) = request.job.launch, request.nodes
     # Slurm expands %j and similar patterns in file names.
     output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
-    save_seconds = min(SAVE_SECONDS, parse_duration(launch.time_limit) // 4)
+    save_seconds = min(SAVE_SECONDS, request.time_limit_seconds // 4)
     is_elastic, resilience = min_nodes != max_nodes, request.job.resilience
     options: dict[str, str] = {
         "job-name": request.name,

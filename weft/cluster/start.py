@@ -38,7 +38,7 @@ from weft.cluster.rank_exit import (
     write_torchrun_error,
 )
 from weft.cluster.requeue import record_final_failure, record_start
-from weft.cluster.run_data import load_dataset, load_dataset_on_host
+from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
@@ -102,8 +102,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     Raises:
         TrainingFailed: if a rank failed or hung.
     """
-    job = plan.job
-    run_dir = plan.run_path
+    job, run_dir = plan.job, plan.run_path
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, handle_stop_signal)
 
@@ -119,6 +118,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
     prediction, warning = predict_run(plan, detect_machine(job.run), force)
+    hydrate_start(plan, console)
     source = open_source(plan, force)
     dataset = load_dataset(plan, console)
     plan = plan_with_data(plan, dataset)
@@ -279,6 +279,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             # Preparation and import may take long.
             group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+            hydrate_start(plan, console)
             dataset = load_dataset_on_host(plan, console, ranks, group)
             if rank == 0:
                 create_checkpoint_dir(checkpoint_dir(job.checkpoint, run_dir), console.print)

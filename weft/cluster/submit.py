@@ -68,6 +68,11 @@ class JobRequest:
     devices: int
     run_dir: Path
 
+    @property
+    def time_limit_seconds(self) -> int:
+        """``launch.time_limit``, if `check_duration` finds no error."""
+        return parse_duration(self.job.launch.time_limit)
+
     def command(self, recipe: str, **changes: str) -> list[str]:
         """Return the words of the command, with this recipe and with changed keys."""
         pairs = {**self.overrides, **changes}
