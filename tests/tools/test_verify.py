@@ -119,6 +119,16 @@ def test_verify_other_right_layout_holds(
 
 
 @pytest.mark.ranks
+def test_verify_bfloat16_reports_that_biases_are_not_compared() -> None:
+    keys = ["--model.kind", "moe", "--model.preset", "toy-moe"]
+    keys += ["--precision.compute_dtype", "bfloat16"]
+    job = read_recipe("demo", overrides([*DP2, *keys]))
+    report = verify(job, steps=1, keep=["precision.compute_dtype"])
+    assert report.holds
+    assert report.reason.endswith("; the biases of experts are not compared in bfloat16")
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", sized_recipes())
