@@ -114,16 +114,19 @@ EXPERTS: Overrides = [
     *(("model.kind", "moe"), ("model.preset", "toy-moe"), ("model.num_layers", "3")),
     *(("model.dense_layers", "1"), ("parallel.tp", "2"), ("parallel.etp", "1")),
     *(("parallel.ep", "2"), ("model.num_experts", "6"), ("model.active_experts", "3")),
-    ("model.expert_dim", "3"),
-    *(("train.seq_len", "8"), ("activation_checkpoint.mode", "budget")),
+    *(("model.expert_dim", "3"), ("train.seq_len", "8")),
 ]
+UNEVEN_COLUMNS: Overrides = [("parallel.tp", "2"), ("model.ffn_dim", "3"), ("train.seq_len", "8")]
 
 
-def budget_choices(shares: list[str], store: str) -> list[list[set[tuple[str, int]]]]:
+def budget_choices(
+    overrides: Overrides, shares: list[str], store: str
+) -> list[list[set[tuple[str, int]]]]:
     """Return what each block saves, for each budget."""
     results = []
+    mode = ("activation_checkpoint.mode", "budget")
     for share in shares:
-        job = small_job(*EXPERTS, ("activation_checkpoint.memory_budget", share))
+        job = small_job(*overrides, mode, ("activation_checkpoint.memory_budget", share))
         plan = plan_here(job)
         built = build(plan, this_rank())
         loader = loader_of(job, plan, store, built.mesh)
@@ -133,18 +136,28 @@ def budget_choices(shares: list[str], store: str) -> list[list[set[tuple[str, in
     return results
 
 
-def test_budget_saves_the_same_collectives_on_all_ranks(store_path: Path) -> None:
-    """Else a rank waits for one that the others do not repeat: their numbers of rows differ."""
+@pytest.mark.parametrize(
+    ("overrides", "kinds", "collective", "saved_calls"),
+    [
+        (EXPERTS, 2, "all_to_all_single", [0, 3, 3, 3]),  # counts, rows and results
+        (UNEVEN_COLUMNS, 1, "reduce_scatter_tensor", [0, 2, 2, 2]),
+    ],
+    ids=["numbers of rows", "numbers of columns"],
+)
+def test_budget_saves_the_same_collectives_on_all_ranks(
+    overrides: Overrides, kinds: int, collective: str, saved_calls: list[int], store_path: Path
+) -> None:
+    """Else a rank waits for one that the others do not repeat: the tensors have other sizes."""
     shares = ["0", "0.05", "0.1", "0.5"]
-    ours, theirs = run_ranks(budget_choices, 2, shares, str(store_path))
+    ours, theirs = run_ranks(budget_choices, 2, overrides, shares, str(store_path))
     assert ours != theirs
     for blocks, others in zip(ours, theirs, strict=True):
         for saved, other in zip(blocks, others, strict=True):
             both = [{key for key in keys if "c10d" in key[0]} for keys in (saved, other)]
             assert both[0] == both[1]
-        assert blocks[1] is not blocks[0]
-    exchanges = [sum(key[0].endswith("all_to_all_single") for key in blocks[1]) for blocks in ours]
-    assert exchanges == [0, 3, 3, 3]  # counts, rows and results
+        assert len({id(saved) for saved in blocks}) == kinds
+    calls = [sum(key[0].endswith(collective) for key in blocks[1]) for blocks in ours]
+    assert calls == saved_calls
 
 
 # --------------------------------------------------------------------------- memory

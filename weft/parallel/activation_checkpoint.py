@@ -9,8 +9,8 @@ all give bitwise equal gradients, because recomputation repeats the same operato
                 of collectives, and all matmuls but every n-th
     budget      also save what avoids most work per byte, up to a share of the bytes of ``none``
 
-If experts exchange tokens, *budget* saves the results of the same collectives as *selective*.  The
-ranks have different numbers of tokens, but must repeat the same collectives.
+*budget* saves the results of the same collectives as *selective*.  Ranks can have different numbers
+of tokens of experts, and of columns of weights, but must repeat the same collectives.
 
 ``every_n_layers = n`` applies the mode to every n-th block only.  Offload is a separate option: see
 `weft.parallel.activation_offload`.
@@ -224,16 +224,13 @@ class MemoryBudget:
             out = forward(block, *args)
         budget = self._share * sum(saved_bytes.values())
         ops = sorted(tracer.ops.values(), key=lambda op: op.bytes / max(op.work, 1))
-        self._saved = set()
-        # Ranks have different numbers of rows, so sizes must not decide about collectives.
-        if any(op.key[0].endswith("all_to_all_single") for op in ops):
-            for op in ops if self._share else ():
-                if _is_reduction(op.key[0]):
-                    budget -= op.bytes
-                    self._saved.add(op.key)
-            ops = [op for op in ops if not op.key[0].startswith(COLLECTIVES)]
+        # Ranks can have different numbers of rows and columns, so sizes must not decide about
+        # collectives: ranks that repeated different ones would wait for each other.
+        reductions = [op for op in ops if self._share and _is_reduction(op.key[0])]
+        budget -= sum(op.bytes for op in reductions)
+        self._saved = {op.key for op in reductions}
         for op in ops:
-            if op.bytes <= budget:
+            if op.bytes <= budget and not op.key[0].startswith(COLLECTIVES):
                 budget -= op.bytes
                 self._saved.add(op.key)
         return (out,)

@@ -245,11 +245,11 @@ def note_errors(location: str) -> Iterator[None]:
 
 
 def measure_reference(
-    plan: Plan, directory: str, noise_runs: int, num_terms: int
+    plan: Plan, directory: str, noise_seeds: Iterable[int], num_terms: int
 ) -> list[RankMeasurement]:
-    """Train the reference once without noise and ``noise_runs`` times with it."""
+    """Train the reference once for each seed of the noise; 0: without noise."""
     measure = partial(measure_rank, plan, directory, num_terms=num_terms)
-    return [measure(noise_seed=seed) for seed in range(noise_runs + 1)]
+    return [measure(noise_seed=seed) for seed in noise_seeds]
 
 
 # --------------------------------------------------------------------------- noise
