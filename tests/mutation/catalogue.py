@@ -3377,8 +3377,8 @@ FAULTS: list[Fault] = [
         "recomputation",
         "a rank repeats other collectives than the others",
         "parallel/activation_checkpoint.py",
-        'if any(op.key[0].endswith("all_to_all_single") for op in ops):',
-        "if not ops:",
+        "if op.bytes <= budget and not op.key[0].startswith(COLLECTIVES):",
+        "if op.bytes <= budget:",
     ),
     Fault(
         "recomputation",
