@@ -2030,18 +2030,18 @@ def check_records_of_last_pass() -> None:
     expect(torch.equal(logits, again), "logits of an overflow are recorded", "train/step.py")
 
 
-@check("unit: global load-balance loss")
-def check_global_loss() -> None:
-    """Compare the loss with its formula, and the loads that it gets from a step."""
+@check("unit: losses of routers")
+def check_router_losses() -> None:
+    """Compare the losses with their formulas, and loads with those of a step."""
     from tests.models import test_moe as moe
     from tests.optim import test_balance as balance
 
     try:
         balance.test_balance_loads_of_a_step_are_those_of_the_next_global_loss()
-        scope = {"router_aux_loss_scope": "global"}
-        moe.test_router_losses_gradients_equal_the_published_formulas(scope)
+        for changes in moe.ROUTERS:
+            moe.test_router_losses_gradients_equal_the_published_formulas(changes)
     except AssertionError as error:
-        expect(False, f"global loss: {error}", "models/moe.py")
+        expect(False, f"a loss of a router: {error}", "models/moe.py")
 
 
 @check("unit: largest attention logits")
