@@ -1866,7 +1866,8 @@ def check_damage() -> None:
 
 @check("unit: files of transformers")
 def check_files() -> None:
-    """Check dtypes of exported tensors, and which layers of EXAONE 4 have positions."""
+    """Check exported dtypes, which layers of EXAONE 4 have positions, and a router loss."""
+    from tests.models import test_hf_mapping
     from weft.models import FAMILIES
     from weft.models.hf_mapping import from_hf_config, to_hf_config
     from weft.tools.hf_weights import list_hf_tensors
@@ -1883,6 +1884,10 @@ def check_files() -> None:
         expect(not errors and read.rope_pattern == pattern, f"positions at {window}", module)
         written = to_hf_config(family, read, "float32")
         expect(from_hf_config(family, written) == (read, []), f"writes {window}", module)
+    try:
+        test_hf_mapping.test_router_loss_of_a_config_is_that_of_transformers()
+    except AssertionError as error:
+        expect(False, f"a router loss: {error}", "models/hf_mapping.py")
 
 
 @check("run: export, import and adapters")
@@ -2040,6 +2045,7 @@ def check_router_losses() -> None:
         balance.test_balance_loads_of_a_step_are_those_of_the_next_global_loss()
         for changes in moe.ROUTERS:
             moe.test_router_losses_gradients_equal_the_published_formulas(changes)
+        moe.test_router_metrics_are_entropy_and_effect_of_the_bias()
     except AssertionError as error:
         expect(False, f"a loss of a router: {error}", "models/moe.py")
 
