@@ -212,14 +212,11 @@ def verify(
         reference, *noisy = train_reference(range(1 + NOISE_RUNS))
 
         def compare(case: Case, first_step: int, ranks: list[RankMeasurement]) -> VerifyReport:
-            limits = compute_limits(reference, noisy, case.plan.compute_dtype)
+            dtype = case.plan.compute_dtype
+            limits = compute_limits(reference, noisy, dtype)
             expected = reference._replace(steps=reference.steps[first_step:])
             report = compare_to_reference(case, expected, ranks, limits)
-            if (
-                report.holds
-                or len(noisy) > NOISE_RUNS
-                or not _moves_tokens(limits, case.plan.compute_dtype)
-            ):
+            if report.holds or len(noisy) > NOISE_RUNS or not _moves_tokens(limits, dtype):
                 return report
             noisy.extend(train_reference(range(1 + NOISE_RUNS, 1 + NOISE_RUNS + MORE_NOISE_RUNS)))
             return compare(case, first_step, ranks)
@@ -298,7 +295,7 @@ def compute_limits(
         for name, error in errors.items():
             largest[_without_layer(name)] = max(error, largest.get(_without_layer(name), 0.0))
         noise |= {(kind, name): largest[_without_layer(name)] for name in errors}
-    if _moves_tokens(noise, compute_dtype):  # which moves biases by the signs of their numbers
+    if _moves_tokens(noise, compute_dtype):  # and a bias changes by the sign of their number
         noise |= {key: 2.0 for key in noise if _is_expert_bias(key)}
     floor = FLOOR[compute_dtype]
     return {key: FLOORS.get(key[0], floor) + FACTOR * error for key, error in noise.items()}
