@@ -123,7 +123,7 @@ def group_gradients(
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
     plan, rank = plan_here(job), this_rank()
     built = build(plan, rank)
-    _, parts, mesh, train_step, _, _ = built
+    parts, mesh, train_step = built.model_parts, built.mesh, built.train_step
     groups = join_replica_groups(built, open_dataset(Path(store)), rank, print)
     groups.sync(TrainState(0, 0))
     loader = loader_of(job, plan, store, mesh)
@@ -280,14 +280,16 @@ def test_replica_groups_different_weights_are_found(lighthouse: str, tmp_path: P
         assert "rank 0 of one of the 2 replica groups differs" in after
 
 
-def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[str, Any]:
+def miss_the_end_of_a_step(
+    size: int, rendezvous: str, lighthouse: str, state_dtype: str
+) -> dict[str, Any]:
     """Group 1 has an error after the reduction, group 0 has none; then both synchronize."""
     group = enter_group(size, rendezvous)
     overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
-    job = small_job(*overrides)
+    job = small_job(*overrides, ("optim.state_dtype", state_dtype))
     plan, rank = plan_here(job), this_rank()
     built = build(plan, rank)
-    _, parts, _, _, optimizer, _ = built
+    parts, optimizer = built.model_parts, built.optimizer
     groups = ReplicaGroups(built, "job", 30, rank, print)
     at = groups.sync(TrainState(0, 0))
     led = groups.is_leader
@@ -320,13 +322,14 @@ def miss_the_end_of_a_step(size: int, rendezvous: str, lighthouse: str) -> dict[
 
 
 @needs_torchft
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "state_dtype"), [(1, "float32"), (2, "float32"), (2, "8bit")])
 @with_groups(2)
 def test_replica_groups_group_that_missed_a_step_catches_up(
-    lighthouse: str, size: int, tmp_path: Path
+    lighthouse: str, size: int, state_dtype: str, tmp_path: Path
 ) -> None:
     """No group is lost: the same members must form a new quorum."""
-    for rank in run_ranks(miss_the_end_of_a_step, 2 * size, size, str(tmp_path / "g"), lighthouse):
+    arguments = size, str(tmp_path / "g"), lighthouse, state_dtype
+    for rank in run_ranks(miss_the_end_of_a_step, 2 * size, *arguments):
         assert rank["kept"], "who leads has changed"
         assert rank["at"] == (1, 8)
         assert rank["sums"] == (2.0, 2.0, True)
