@@ -76,13 +76,14 @@ def test_slow_rank_in_three_records_over_ten_steps_is_named_once() -> None:
 def test_slow_rank_is_named_once_within_four_records(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:
-    """Steps take 20 ms; one rank takes 100 ms longer, and is named once within 4 records.
+    """One rank takes 0.4 s longer for a step, and is named once within 4 records.
 
-    On a busy machine the same rank may have been the slowest of the records before, too.
+    Steps take 20 ms, or ten times as long on a busy machine, where a shorter delay may not count.
+    On such a machine the same rank may have been the slowest of the records before, too.
     """
-    change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.1)
+    change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.4)
     overrides: Overrides = [
-        ("train.steps", "40"),
+        ("train.steps", "30"),
         ("train.global_batch_size", "6"),
         ("monitor.log_interval", "5"),
         ("run.dir", str(tmp_path / "run")),
@@ -96,7 +97,7 @@ def test_slow_rank_is_named_once_within_four_records(
     }
     assert set(named.values()) == {1}
     assert min(named) <= 30
-    assert max(named) == 40
+    assert max(named) == 30
     for record in records(tmp_path / "run"):
         data = record["ranks"]["data_seconds"]
         assert data["rank"] == 1 or record["step"] <= 10

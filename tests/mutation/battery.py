@@ -6,6 +6,7 @@ The name of a check begins with its stage, and the stages are tried in the order
     oracle   one process against the oracle
     run      whole runs of one process
     layout   the comparison of `weft verify`: each technique alone, then with others
+    ranks    one feature in several ranks
     saved    checkpoints saved in one layout and loaded in another; damage; records of ranks
     resumed  runs that resume from a checkpoint
 
@@ -46,7 +47,7 @@ from weft.tools.verify import read_recipe, verify
 
 Overrides = list[tuple[str, str]]
 # In the order of execution.
-STAGES = ("unit", "oracle", "run", "layout", "saved", "resumed")
+STAGES = ("unit", "oracle", "run", "layout", "ranks", "saved", "resumed")
 WEFT = Path(weft.__file__).parent
 
 
@@ -790,9 +791,20 @@ def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeou
 # --------------------------------------------------------------------------- battery
 
 
+def find_by_tests(tests: tuple[str, str], precision: str, timeout: float) -> Finding | None:
+    """Return the finding of failed tests: weft's exception, or the module that they test."""
+    from tests.mutation.suite import run_tests
+
+    module, words = tests
+    text = run_tests(words)
+    if not text:
+        return None
+    return Finding(text[-300:], module if "AssertionError" in text else frame_of(text) or module)
+
+
 def battery() -> list[Check]:
     """Return all checks in the order of execution."""
-    from tests.mutation import formulas
+    from tests.mutation import formulas, suite
 
     oracle = "".join(
         Path(module.__file__ or "").read_text("utf-8") for module in (oracle_module, oracle_models)
@@ -807,6 +819,9 @@ def battery() -> list[Check]:
         for name in ORACLE
     ]
     checks += [Check(name, run, formulas.SOURCES[name]) for name, run in formulas.CHECKS.items()]
+    for name, (module, words) in suite.SUITE.items():
+        find_failure = _bound(find_by_tests, (module, words))
+        checks.append(Check(name, find_failure, suite.read_source(words)))
     for layout in LAYOUTS:
         techniques = tuple(layout.split(", "))
         source = str([TECHNIQUES[name] for name in techniques])

@@ -82,6 +82,19 @@ def test_shard_sequence_every_token_has_one_rank(size: int, balance: bool) -> No
     assert torch.equal(unshard_sequence(x_CBL, split), x_BT)
 
 
+def test_shard_sequence_splits_may_repeat() -> None:
+    """Sequences i and i + 3 have the split of sequence i."""
+    boundaries = ops.document_boundaries(random_documents(2, 16, batch_size=3))
+    split = split_sequences(boundaries, 2, "documents", ((0, 0, 1),))
+    orders = [torch.stack(token_order(split, i)) for i in range(3)]
+    assert not orders[0].equal(orders[1])
+    x_BT = torch.randn(6, 16)
+    x_CBL = shard_sequence(x_BT, split)
+    for i in range(6):
+        assert torch.equal(x_CBL[:, i], x_BT[i, orders[i % 3]])
+    assert torch.equal(unshard_sequence(x_CBL, split), x_BT)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_shard_sequence_balanced_ranks_have_equal_work(size: int) -> None:
     """A query at position p has p + 1 keys."""
