@@ -46,6 +46,11 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/test_context_parallel.py -k shard_sequence",
     ),
     "unit: masks of dropout": ("parallel/lora_dropout.py", "parallel/test_lora_dropout.py -k mask"),
+    "run: masks of dropout": ("parallel/lora_dropout.py", "parallel/test_lora_dropout.py -k steps"),
+    "unit: products of experts": (
+        "models/layers.py",
+        "models/test_moe.py::test_grouped_linear_equals_a_loop_over_experts",
+    ),
     "unit: learning rates of adapters": ("plan/lora_plan.py", "optim/test_lora_plus.py"),
     "unit: adapters of embedding and head": (
         "parallel/lora_embedding.py",
