@@ -104,6 +104,7 @@ def test_layout_of_recorded_output(text: str, layout: list[int], description: st
     assert parse_layout(text) == layout
     assert has_one_stripe(layout) == (text == ONE_STRIPE)
     assert not layout or describe_layout(layout) == description
+    assert has_one_stripe([0])  # the default, which is one stripe
 
 
 @pytest.mark.parametrize(

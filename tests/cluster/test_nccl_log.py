@@ -158,6 +158,18 @@ def test_node_uses_sockets_if_one_of_its_ranks_does() -> None:
         assert judge_network(merged, P5).severity == "bad"
 
 
+def test_last_communicator_names_the_network() -> None:
+    lines = [f"host:1:2 [0] NCCL INFO Using network {n}\n" for n in ("Libfabric", "Socket")]
+    assert parse_nccl_log("".join(lines)).network == "Socket"
+    assert parse_nccl_log("".join(lines[::-1])).network == "Libfabric"
+
+
+def test_devices_of_a_node_are_the_fewest_of_its_ranks() -> None:
+    many, few = (parse_nccl_log(read_log(n)) for n in ("efa-gpudirect-new", "few-devices"))
+    assert many.nics == 32
+    assert [merge_logs(order).nics for order in ([many, few], [few, many])] == [1, 1]
+
+
 def test_node_has_gpudirect_only_if_all_connections_do() -> None:
     logs = [parse_nccl_log(read_log(n)) for n in ("efa-gpudirect-new", "efa-without-gpudirect")]
     assert "GPUDirect RDMA in 8 of 16 connections" in describe_network(merge_logs(logs))

@@ -1525,7 +1525,9 @@ def check_hierarchical_gather() -> None:
         def allgather_into_tensor_coalesced(self, outs: list[Tensor], parts: list[Tensor]) -> Any:
             for out, part in zip(outs, parts, strict=True):
                 at = out.data_ptr() + self.rank() * part.nbytes
-                expect(not is_inside(part, out, at), "an input lies at another rank's place", module)
+                expect(
+                    not is_inside(part, out, at), "an input lies at another rank's place", module
+                )
             return node.allgather_into_tensor_coalesced(outs, parts)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -27,7 +27,7 @@ SUITE: dict[str, tuple[str, str]] = {
         "plan/plan.py",
         "train/test_mtp.py::test_last_stage_counts_the_layers_and_the_embedding",
     ),
-    "unit: losses of multi-token prediction": (
+    "run: losses of multi-token prediction": (
         "train/step.py",
         "train/test_mtp.py::test_gradients_equal_a_plain_implementation",
     ),
@@ -51,8 +51,8 @@ SUITE: dict[str, tuple[str, str]] = {
         "models/layers.py",
         "models/test_moe.py::test_grouped_linear_equals_a_loop_over_experts",
     ),
-    "unit: learning rates of adapters": ("plan/lora_plan.py", "optim/test_lora_plus.py"),
-    "unit: adapters of embedding and head": (
+    "run: learning rates of adapters": ("plan/lora_plan.py", "optim/test_lora_plus.py"),
+    "run: adapters of embedding and head": (
         "parallel/lora_embedding.py",
         "parallel/test_lora_embedding.py -k changed_table",
     ),
@@ -60,6 +60,19 @@ SUITE: dict[str, tuple[str, str]] = {
     "unit: frozen float8 matrices": (
         "parallel/float8_frozen.py",
         "parallel/test_lora_float8.py -k product",
+    ),
+    "unit: network of NCCL": ("cluster/nccl_log.py", "cluster/test_nccl_log.py"),
+    "unit: known accidents": (
+        "cluster/failure_signatures.py",
+        "cluster/test_failure_signatures.py",
+    ),
+    "unit: watch of the network": ("cluster/network_watch.py", "cluster/test_network_watch.py"),
+    "unit: Lustre": ("cluster/lustre.py", "cluster/test_lustre.py"),
+    "unit: HyperPod": ("cluster/hyperpod.py", "cluster/test_hyperpod.py"),
+    "unit: requests of SageMaker": ("cluster/sagemaker_request.py", "cluster/test_sagemaker.py"),
+    "unit: file systems of SageMaker": (
+        "cluster/sagemaker_storage.py",
+        "cluster/test_sagemaker_entry.py",
     ),
     "ranks: adapters of a tied table": (
         "parallel/tied_parameters.py",
