@@ -10,6 +10,8 @@ The name of a check begins with its stage, and the stages are tried in the order
     saved    checkpoints saved in one layout and loaded in another; damage; records of ranks
     resumed  runs that resume from a checkpoint
 
+Some checks are tests of the suite (`tests.mutation.suite`); a failure names the module they test.
+
 A check runs in forked ranks of a process that has imported weft with the fault.  A check returns a
 `Finding`, which names the faulty module of weft.  These rules choose the module.  They assume that
 earlier checks found nothing:

@@ -183,7 +183,7 @@ def count_released(locations: Iterable[str], limit: int) -> tuple[int, int]:
 
 
 def hydrate(locations: Iterable[str], log: Log) -> None:
-    """Ask Lustre to load files whose contents are only in S3; wait for them.
+    """Ask Lustre to load the files whose contents are only in S3.
 
     Args:
         locations: files, directories and globs.
