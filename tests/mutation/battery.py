@@ -5,8 +5,8 @@ The name of a check begins with its stage, and the stages are tried in the order
     unit     one module against a formula or another library (`tests.mutation.formulas`)
     oracle   one process against the oracle
     run      whole runs of one process
-    layout   the comparison of `weft verify`: each technique alone, then with others
-    ranks    one feature in several ranks
+    layout   the comparison of `weft verify`, with one technique
+    ranks    one feature in several ranks; then layouts with several techniques
     saved    checkpoints saved in one layout and loaded in another; damage; records of ranks
     resumed  runs that resume from a checkpoint
 
@@ -834,8 +834,9 @@ def battery() -> list[Check]:
 
 def _order(check: Check) -> tuple[int, int]:
     stage = check.name.partition(":")[0]
-    # Layouts with few techniques run first: with one technique the cause is known.
-    return STAGES.index(stage), check.name.count(",") if stage == "layout" else 0
+    others = check.name.count(",") if stage == "layout" else 0
+    # With one technique the cause is known, so these layouts run first.
+    return STAGES.index("ranks" if others else stage), others
 
 
 # Techniques with special rounding, a router in bfloat16, and those that weft has not in float8.
