@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.cluster.conftest import ONE_RANK, WEFT, Started, run_joined, run_weft
 from tests.cluster.test_launcher import TORCHRUN, reference_run, run, start_and_wait, wait_for
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
-from weft.cluster import FAILED, REQUEUE
+from weft.cluster import FAILED, REQUEUE, start
 from weft.cluster.rank_exit import process_status
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -49,6 +50,26 @@ TO: dict[str, Callable[[Started], list[int]]] = {
     "one rank": lambda process: workers(process)[-1:],
     "all of them": lambda process: [process.pid, *workers(process)],
 }
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signal_in_a_finalizer_ends_before_the_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores the exception of the handler there."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(start, "stop_requested", threading.Event())
+    before = signal.signal(signal.SIGTERM, start.handle_stop_signal)
+    try:
+        start.end_if_stopped()
+        Finalized()
+        with pytest.raises(SystemExit) as caught:
+            start.end_if_stopped()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == REQUEUE
 
 
 @pytest.mark.system

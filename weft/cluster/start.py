@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -82,6 +83,9 @@ from weft.train.state import checkpoint_dir
 MIN_FORECAST_SECONDS, MAX_TRACED_STAGES = 60.0, 4
 
 
+stop_requested = threading.Event()
+
+
 class UnhealthyNode(Exception):
     """This node cannot continue to train; the preflight check has printed the reason."""
 
@@ -103,8 +107,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         TrainingFailed: if a rank failed or hung.
     """
     job, run_dir = plan.job, plan.run_path
-    for number in STOP_SIGNALS:  # until there are ranks that can save
-        signal.signal(number, handle_stop_signal)
+    handle_stop_signals()  # until there are ranks that can save
 
     def is_healthy() -> bool:
         # Every node prints its own findings.
@@ -140,6 +143,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
             if newest:
                 resuming = f"resuming from {newest[0]}{changes}"
                 console.print(resuming if step else f"starting from {newest[0]}")
+            end_if_stopped()
             try:
                 failure = launch(plan, dataset.path, console.print, on_restart)
             except UnhealthyNode:
@@ -167,11 +171,28 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     return 0
 
 
+def handle_stop_signals() -> None:
+    """Handle all stop signals with `handle_stop_signal`."""
+    stop_requested.clear()
+    for number in STOP_SIGNALS:
+        signal.signal(number, handle_stop_signal)
+
+
 def handle_stop_signal(number: int, frame: object) -> NoReturn:
     """Handle a stop signal while no ranks are running: end with status 75."""
     # Not print: the signal may have interrupted a call of print.
     os.write(2, b"\nstopped before the first step; run the same command to start again\n")
+    stop_requested.set()
     sys.exit(REQUEUE)
+
+
+def end_if_stopped() -> None:
+    """End the process if it has received a stop signal.
+
+    Python ignores an exception in a finalizer, and a signal may arrive in one.
+    """
+    if stop_requested.is_set():
+        sys.exit(REQUEUE)
 
 
 def resume_command() -> str:
