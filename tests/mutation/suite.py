@@ -37,7 +37,7 @@ SUITE: dict[str, tuple[str, str]] = {
         " models/test_moe.py::test_router_losses_gradients_equal_the_published_formulas"
         " models/test_moe.py::test_router_metrics_are_entropy_and_effect_of_the_bias",
     ),
-    "unit: blocks of documents": (
+    "run: blocks of documents": (
         "parallel/block_attention.py",
         "parallel/test_context_parallel.py::test_document_blocks_cover_the_document_mask_once",
     ),
