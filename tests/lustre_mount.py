@@ -94,7 +94,9 @@ def mounted(backing: Path, mountpoint: Path, *options: str) -> Iterator[subproce
     backing.mkdir(parents=True, exist_ok=True)
     mountpoint.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.lustre_mount", str(backing), str(mountpoint), *options]
-    server = subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+    # Where libfuse 2 is installed, too, mfusepy would take it, which writes 4 KiB at a time.
+    environment = os.environ | {"FUSE_LIBRARY_NAME": "fuse3"}
+    server = subprocess.Popen(command, cwd=Path(__file__).parent.parent, env=environment)
     try:
         deadline = time.monotonic() + MOUNT_SECONDS
         while not mountpoint.is_mount():
