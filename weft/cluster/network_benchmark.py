@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, NoReturn, TextIO, TypeAlias
 
 from weft.cluster.device_benchmark import last_line
 from weft.cluster.node_facts import NetworkMeasurements
@@ -43,7 +43,7 @@ BURST_SECONDS = 0.5  # of messages, per pair
 MESSAGE_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}
 RING_BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
 RUN_ID, RING = "network", "ring"  # the prefix of keys in the store; the name of the last group
-HANGS = 3  # exit status of a process whose measurement has not ended
+RESTART = 3  # exit status of a process whose measurement failed or hung
 Result: TypeAlias = dict[str, Any]  # rate in bytes/s, or lost: a node, or error: a text
 NCCL_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
 
@@ -143,7 +143,7 @@ def measure_rank(
 ) -> None:
     """Measure as one of the ``ranks`` ranks of a node; append the results to a file.
 
-    A measurement that hangs ends the process with status `HANGS`.  The next process, which
+    A measurement that fails or hangs ends the process with status `RESTART`.  The next one, which
     `measure_network` starts, skips what has a result.
 
     Args:
@@ -203,9 +203,10 @@ def measure_group(
     def write(**result: Any) -> None:
         print(json.dumps((name, result)), file=file, flush=True)
 
-    def give_up() -> None:
-        write(error=f"no end within {MEASURE_SECONDS:.0f} s")
-        os._exit(HANGS)
+    def give_up(error: str = f"no end within {MEASURE_SECONDS:.0f} s") -> NoReturn:
+        write(error=error)
+        # After a failure, PyTorch would number the next group differently from the other nodes.
+        os._exit(RESTART)
 
     store = group.store
     if store.add(f"{name}/ready/{group.node}/count", 1) >= ranks:
@@ -221,7 +222,7 @@ def measure_group(
         write(rate=_measure(group, name, nodes, local_rank, ranks, device))
     except Exception as error:  # of any backend
         text = str(error).partition("\n")[0]
-        write(error=f"{type(error).__name__}: {text}")
+        give_up(f"{type(error).__name__}: {text}")
     finally:
         timer.cancel()
 
@@ -339,7 +340,7 @@ def _wait_for_nodes(store: Any, nodes: int, ranks: int) -> tuple[list[str], list
 
 
 def _run_processes(arguments: Mapping[str, Any], directory: Path) -> str:
-    """Run the ranks of this node; restart a rank whose measurement hung.
+    """Run the ranks of this node; restart a rank whose measurement failed or hung.
 
     Returns:
         Why a process failed; empty if none did.
@@ -365,7 +366,7 @@ def _run_processes(arguments: Mapping[str, Any], directory: Path) -> str:
             for rank, process in list(processes.items()):
                 if (code := process.poll()) is not None:
                     del processes[rank]
-                if code == HANGS:
+                if code == RESTART:
                     start(rank)
                 elif code:
                     log = (directory / f"log-{rank}").read_text("utf-8", "replace")
