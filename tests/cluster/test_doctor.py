@@ -307,7 +307,8 @@ def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None
     assert statuses == [0], out
     assert "checked node" in out
     (log,) = (tmp_path / "run" / "logs").glob("doctor-*.json")
-    assert len(json.loads(log.read_text())["findings"]) > len(CHECKS) / 2
+    checks = {finding["check"] for finding in json.loads(log.read_text())["findings"]}
+    assert checks >= {"versions", "devices", "speed", "variables", "memory", "limits"}
     assert list((tmp_path / "run" / UNHEALTHY_NODES_DIR).iterdir()) == []
 
 
