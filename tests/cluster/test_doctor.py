@@ -30,7 +30,6 @@ from weft.cluster.doctor import (
     count_visible_gpus,
     job_directories,
 )
-from weft.cluster.node_checks import CHECKS
 from weft.cluster.node_facts import Facts
 from weft.cluster.probes import probe_directory, probe_endpoint, supports_locks
 from weft.cluster.probes import run_tool as run_tool
