@@ -81,9 +81,7 @@ from weft.train.state import checkpoint_dir
 # The final report traces the pipeline stages, about one second each.  It does so only after runs of
 # at least this many seconds, with at most this many stages.
 MIN_FORECAST_SECONDS, MAX_TRACED_STAGES = 60.0, 4
-
-
-stop_requested = threading.Event()
+stop_requested = threading.Event()  # by a signal that arrived before the ranks started
 
 
 class UnhealthyNode(Exception):
