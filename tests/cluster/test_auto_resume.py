@@ -164,7 +164,7 @@ def test_crash_loop_without_progress_ends(pod: HyperPod) -> None:
     assert (pod.field(id, "ExitCode"), pod.field(id, "Restarts")) == ("139:0", "2")
     out = pod.out()
     assert out.count("auto-resume: NONE") == 3
-    assert "weft: exit status 139 after 3 starts from step 20: the job ends" in out
+    assert "weft: exit status 139 after 3 failed starts from step 20: the job ends" in out
 
 
 def test_failures_with_progress_are_requeued(pod: HyperPod) -> None:

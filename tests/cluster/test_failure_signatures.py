@@ -24,7 +24,7 @@ from weft.cluster.node_facts import Facts
 
 NEW = read_log("efa-gpudirect-new")
 SOCKET = read_log("tcp-fallback")
-P5EN = replace(P5, instance_type="ml.p5en.48xlarge", is_sagemaker=True)
+P5EN = replace(P5, instance_type="ml.p5en.48xlarge", is_sagemaker_toolkit=True)
 INFO = "ip-10-0-0-1:7:9 [0] NCCL INFO "
 WARN = "\n[2026-11-27 10:00:00] ip-10-0-0-1:7:9 [0] "
 VERSIONS = INFO + "NCCL version {}+cuda12.8\n" + INFO + "NET/OFI Initializing aws-ofi-nccl {}\n"
@@ -161,6 +161,18 @@ def test_healthy_log_has_no_accident(name: str, facts: Facts) -> None:
     assert explain_failure_logs([read_log(name)], facts) == []
 
 
+def test_missing_plugin_is_the_toolkits_fault_only_under_the_toolkit() -> None:
+    log = read_log("missing-plugin")
+    assert [s.name for s in find_signatures(log, P5EN)] == ["sagemaker-instance-list"]
+    alone = replace(P5EN, is_sagemaker_toolkit=False)
+    assert [s.name for s in find_signatures(log, alone)] == ["no-efa-device"]
+
+
+def test_versions_of_sagemakers_instance_types() -> None:
+    text, facts = VERSIONS.format("2.18.3", "1.9.2"), replace(P5, instance_type="ml.p5.48xlarge")
+    assert [s.name for s in find_signatures(text, facts)] == ["nvls-before-2.18.5"]
+
+
 def test_tcp_on_a_machine_without_efa_is_no_accident() -> None:
     assert find_signatures(read_log("missing-plugin"), Facts(device="cuda")) == {}
 
@@ -219,6 +231,14 @@ def test_healthy_logs_are_ok_and_name_the_network(tmp_path: Path) -> None:
     assert (transport.severity, logs.severity) == ("ok", "ok")
     assert "EFA with GPUDirect RDMA (32 devices" in transport.observation
     assert "no known accident in 1 logs" in logs.observation
+
+
+def test_logs_of_slurm_are_searched_and_no_logs_are_not_ok(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (finding,) = check_logs([tmp_path], P5)
+    assert (finding.severity, finding.observation) == ("warning", "no logs found")
+    (tmp_path / "slurm-17.out").write_text(SOCKET)
+    assert {f.check for f in check_logs([tmp_path], P5)} == {"no-efa-device", "transport"}
 
 
 def test_log_starts_with_the_newest_process(tmp_path: Path) -> None:

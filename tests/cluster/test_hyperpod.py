@@ -77,7 +77,7 @@ def test_script_failures_without_progress_end_the_job(script: Script) -> None:
     assert requeued == [True] * 5
     last = script.run(139, "40")
     assert not any("requeue" in line for line in last)
-    assert "weft: exit status 139 after 3 starts from step 40: the job ends" in last
+    assert "weft: exit status 139 after 3 failed starts from step 40: the job ends" in last
 
 
 def test_script_that_never_starts_weft_ends_the_job(script: Script) -> None:
@@ -92,6 +92,12 @@ def test_script_of_an_earlier_job_does_not_count(script: Script) -> None:
 
 def test_script_stops_without_progress_end_the_job_later(script: Script) -> None:
     assert [script.is_requeued(75, "0") for _ in range(10)] == [True] * 9 + [False]
+
+
+def test_script_stops_do_not_count_as_failures(script: Script) -> None:
+    """Two unhealthy nodes, then failures; all without progress."""
+    assert [script.is_requeued(status, "20") for status in (69, 69, 1, 75, 1)] == [True] * 5
+    assert "weft: exit status 1 after 3 failed starts from step 20: the job ends" in script.run(1)
 
 
 def test_script_final_failure_ends_the_job(script: Script, tmp_path: Path) -> None:
@@ -119,7 +125,8 @@ def test_script_in_a_full_directory_counts_the_restarts(script: Script, tmp_path
 
 
 @pytest.mark.parametrize(
-    "text", ["$(touch${IFS}pwned) 20", "a[$(touch${IFS}pwned)] 20", "x 20", "08 20", "", "x\ny"]
+    "text",
+    ["$(touch${IFS}pwned) 1 20", "1 a[$(touch${IFS}pwned)] 20", "x 20", "08 08 20", "", "x\ny"],
 )
 def test_script_with_a_damaged_count_runs_nothing(
     text: str, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +136,7 @@ def test_script_with_a_damaged_count_runs_nothing(
     directory.mkdir(parents=True)
     (directory / "starts").write_text(text)
     script.restarts = 1
-    assert script.is_requeued(1, "20") == (text != "08 20")
+    assert script.is_requeued(1, "20") == (text != "08 08 20")
     assert not (tmp_path / "pwned").exists()
 
 

@@ -21,6 +21,7 @@ from weft.cluster import sagemaker, sagemaker_options
 from weft.cluster.cloudwatch import metric_definitions
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.cluster.sagemaker_request import request_shape, to_python
+from weft.cluster.sagemaker_storage import verify_file_systems
 from weft.cluster.submit import JobRequest
 from weft.config.errors import InvalidConfig, WeftError
 
@@ -348,6 +349,8 @@ def test_file_systems_become_channels() -> None:
     assert modes() == {"fsx": "ro", "efs": "ro"}
     assert modes(("checkpoint.dir", "/fsx/runs/1")) == {"fsx": "rw", "efs": "ro"}
     assert modes(("data.cache_dir", "/efs/cache")) == {"fsx": "ro", "efs": "rw"}
+    elsewhere = ("checkpoint.dir", "s3://b/c")
+    assert modes(("run.dir", "/fsx/runs/1"), elsewhere)["fsx"] == "ro"  # weft replaces run.dir
 
 
 def test_path_below_a_file_system_without_the_option_is_refused() -> None:
@@ -603,6 +606,34 @@ def test_submit_verifies_the_file_system(service: Service, tmp_path: Path, is_ri
     assert ("CreateTrainingJob" in asked) == is_right
 
 
+def test_submit_file_system_of_another_type_is_refused(service: Service, tmp_path: Path) -> None:
+    answer = {"FileSystems": [{"VpcId": "vpc-1", "FileSystemType": "ONTAP"}]}
+    service.answers = {
+        "DescribeSubnets": [(200, SUBNETS)],
+        "DescribeFileSystems": [(200, answer)],
+    }
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(fsx_request()))
+    with pytest.raises(InvalidConfig, match="is a file system of type ONTAP, not Lustre"):
+        sagemaker.submit(path, fsx_request())
+
+
+def test_service_that_is_not_reached_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a VPC without an endpoint of the service a connection times out."""
+    from botocore.exceptions import ConnectTimeoutError
+
+    class Unreachable:
+        def describe_subnets(self, **_: Any) -> None:
+            raise ConnectTimeoutError(endpoint_url="https://ec2.us-east-1.amazonaws.com")
+
+        describe_file_systems = describe_subnets
+
+    assert not verify_file_systems(lambda service: Unreachable(), fsx_request())
+    first, second = capsys.readouterr().err.splitlines()
+    assert "launch.options.subnets was not verified: Connect timeout on endpoint" in first
+    assert "launch.options.fsx was not verified" in second
+
+
 def test_submit_without_permission_to_verify_warns(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -644,13 +675,34 @@ def test_submit_without_a_region_is_refused(
 
 def job(state: str, **extra: Any) -> tuple[int, dict[str, Any] | str]:
     resources = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2, "VolumeSizeInGB": 1}
-    return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **extra}
+    return 200, {"TrainingJobStatus": state, "ResourceConfig": resources} | extra
+
+
+def several(selected: str = "") -> dict[str, Any]:
+    """Return the fields of a job with two types of instances, of which one is selected or none."""
+    types = ("ml.p5.48xlarge", "ml.p4d.24xlarge")
+    resources: dict[str, Any] = {
+        "InstancePreferences": [{"InstanceType": name} for name in types],
+        "InstanceCount": 2,
+        "VolumeSizeInGB": 1,
+    }
+    if selected:
+        resources |= {"SelectedInstanceType": selected, "SelectedInstanceCount": 2}
+    return {"ResourceConfig": resources}
 
 
 def test_status_of_a_job_is_described(service: Service) -> None:
     for answer, line in (
         (job("InProgress", SecondaryStatus="Starting"), "waiting for 2 ml.p5.48xlarge: Starting"),
         (job("InProgress", SecondaryStatus="Training"), "running on 2 ml.p5.48xlarge: Training"),
+        (
+            job("InProgress", SecondaryStatus="Starting", **several()),
+            "waiting for 2 ml.p5.48xlarge or ml.p4d.24xlarge: Starting",
+        ),
+        (
+            job("InProgress", SecondaryStatus="Training", **several("ml.p4d.24xlarge")),
+            "running on 2 ml.p4d.24xlarge: Training",
+        ),
         (job("Stopped", SecondaryStatus="Stopped"), "stopped"),
         (
             job("Failed", FailureReason="rank 1: OutOfMemoryError"),

@@ -144,14 +144,30 @@ def test_entry_word_without_a_value_is_refused() -> None:
 def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
     container = single_container(tmp_path, training=tmp_path / "data")
     words, job = train_arguments(
-        [("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container
+        [("recipe", "demo"), ("train.steps", "5"), ("monitor.trackers", "")], container
     )
+    assert job.monitor.trackers == ()
     assert (words[0], job.run.dir) == ("demo", f"{tmp_path}/checkpoints")
     assert pairs(words) == {
         "--train.steps": "5",
+        "--monitor.trackers": "",
         "--data.path": f"{tmp_path}/data",
         "--run.dir": f"{tmp_path}/checkpoints",
     }
+
+
+def test_entry_empty_text_is_a_value_and_null_is_the_default(tmp_path: Path) -> None:
+    """The toolkit passes None and the empty text alike, and both mean the default."""
+    path = tmp_path / "input/config/hyperparameters.json"
+    path.parent.mkdir(parents=True)
+    values = {"recipe": "demo", "monitor.trackers": "", "train.seed": "null", "data.path": '""'}
+    path.write_text(json.dumps(values))
+    assert read_hyperparameters(tmp_path) == [
+        ("recipe", "demo"),
+        ("monitor.trackers", ""),
+        ("data.path", ""),
+    ]
+    assert parse_arguments(["--recipe", "demo", "--train.seed", ""]) == [("recipe", "demo")]
 
 
 def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
@@ -218,6 +234,10 @@ def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
     tail = ["x\n", "weft: rank 1 failed: SIGKILL: killed\n", "  log: l\n"]
     assert describe_root_cause(tmp_path, 1, tail, 5.0).startswith("weft: rank 1 failed: SIGKILL")
     assert "killed by SIGKILL, possibly" in describe_root_cause(tmp_path, -9, [], 5.0)
+    (tmp_path / "unhealthy-nodes").mkdir()
+    (tmp_path / "unhealthy-nodes/algo-1").write_text("disk: 1 GB free\n")
+    expected = "unhealthy node algo-1: disk: 1 GB free"
+    assert describe_root_cause(tmp_path, 69, [], 5.0) == expected
     assert "run the same job to resume" in describe_root_cause(tmp_path, 75, [], 5.0)
     failure = tmp_path / "output/failure"
     write_failure(failure, "first")

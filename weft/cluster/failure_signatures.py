@@ -63,8 +63,8 @@ FACTS: Mapping[str, Callable[[Facts, NcclLog], bool]] = {
         log.provider == "efa" and 0 < log.nics < expected_devices(facts)
     ),
     "cuda_compat": lambda facts, log: bool(facts.cuda_compat),
-    "nvswitch": lambda facts, log: bool(re.match(r"p[45]", facts.instance_type)),
-    "sagemaker": lambda facts, log: facts.is_sagemaker,
+    "nvswitch": lambda facts, log: bool(re.match(r"(ml\.)?p[45]", facts.instance_type)),
+    "sagemaker_toolkit": lambda facts, log: facts.is_sagemaker_toolkit,
 }
 
 
@@ -153,6 +153,8 @@ def find_logs(paths: Iterable[Path]) -> Iterator[Path]:
             continue
         home = path / "logs" if (path / "logs").is_dir() else path
         yield from sorted(p for p in home.iterdir() if p.suffix in (".log", ".err", ".out", ".txt"))
+        if home != path:
+            yield from sorted(path.glob("slurm-*.out"))
 
 
 def explain_failure_logs(texts: Iterable[str], facts: Facts) -> list[str]:

@@ -162,7 +162,9 @@ def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
         yield bad(f"{text}: {signature.cause}", signature.remedy, check=name)
     if networks:
         yield replace(judge_network(merge_logs(networks), facts), check="transport")
-    if not found:
+    if not logs:
+        yield warning("no logs found", "give a run directory, or log files", check="logs")
+    elif not found:
         yield ok(f"no known accident in {len(logs)} logs", check="logs")
 
 
@@ -189,12 +191,15 @@ def judge_network(log: NcclLog, facts: Facts) -> Finding:
         return note("NCCL's log does not name its network", "set NCCL_DEBUG=INFO")
     if log.network == "Socket":
         if not (facts.adapters or instance or log.plugin):
-            return note(observation, "usual without RDMA adapters")
-        better = "the plug-in for EFA is loaded"
-        if facts.adapters or instance:
-            better = f"the node has {'EFA' if facts.has_efa or instance else 'InfiniBand'}"
+            return note(observation, "usual without RDMA adapters, and this machine has none")
+        severity, better = bad, "the plug-in for EFA is loaded"
+        if facts.adapters:
+            better = f"the node has {'EFA' if facts.has_efa else 'InfiniBand'}"
+        elif instance and not log.plugin:
+            severity = bad if instance.gpudirect else warning
+            better = f"{facts.instance_type.removeprefix('ml.')} supports EFA"
         reason = f": {log.plugin_error}" if log.plugin_error else ""
-        return bad(f"{observation}, although {better}{reason}", remedy)
+        return severity(f"{observation}, although {better}{reason}", remedy)
     if log.uses_plugin and log.provider not in ("", "efa"):
         return bad(f"{observation}, which is not EFA", remedy)
     if log.provider == "efa" and 0 < log.nics < count:

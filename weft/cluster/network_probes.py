@@ -90,7 +90,7 @@ def probe_efa(environment: Mapping[str, str]) -> dict[str, Any]:
         ),
         "efa_installer": installer[1] if installer else "",
         "instance_type": find_instance_type(environment),
-        "is_sagemaker": "SM_HOSTS" in environment,
+        "is_sagemaker_toolkit": "SM_TRAINING_ENV" in environment,
         "uverbs": len(list(Path("/dev/infiniband").glob("uverbs*"))),
         "huge_pages": int(pages.get("HugePages_Total", -1)),
         "huge_pages_free": int(pages.get("HugePages_Free", -1)),

@@ -191,7 +191,7 @@ class Facts:
     cuda_compat: tuple[str, ...] = ()  # libraries of the package cuda-compat
     efa_installer: str = ""  # version
     instance_type: str = ""  # of EC2, or of SageMaker with its prefix ml.
-    is_sagemaker: bool = False
+    is_sagemaker_toolkit: bool = False
     uverbs: int = 0  # device files of RDMA adapters
     huge_pages: int = -1  # of the default size; -1: unknown
     huge_pages_free: int = -1

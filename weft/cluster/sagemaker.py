@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -210,11 +210,21 @@ def status(id: str) -> str:
         return f"failed: {job.get('FailureReason', detail)}"
     if state in FINAL_STATES:
         return str(state).lower()
-    resources = job["ResourceConfig"]
-    instances = f"{resources['InstanceCount']} {resources['InstanceType']}"
+    instances = _describe_instances(job["ResourceConfig"])
     message = (job.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", detail)
     is_running = detail in ("Downloading", "Training", "Uploading", "Stopping")
     return f"{'running on' if is_running else 'waiting for'} {instances}: {message}"
+
+
+def _describe_instances(resources: Mapping[str, Any]) -> str:
+    """Return the number of instances and their type.
+
+    Of several preferred types, SageMaker has not yet chosen one while it waits for instances.
+    """
+    preferred = [item["InstanceType"] for item in resources.get("InstancePreferences", [])]
+    kind = resources.get("SelectedInstanceType") or resources.get("InstanceType")
+    count = resources.get("SelectedInstanceCount") or resources.get("InstanceCount", "")
+    return f"{count} {kind or ' or '.join(preferred)}".strip()
 
 
 def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:

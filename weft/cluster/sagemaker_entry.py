@@ -45,7 +45,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
+from weft.cluster import FAILED, REQUEUE, UNHEALTHY, USAGE_ERROR
+from weft.cluster.doctor import UNHEALTHY_NODES_DIR
 from weft.cluster.network_probes import read_text
 from weft.cluster.rank_exit import read_error_reports
 from weft.cluster.sagemaker_storage import check_mounts, link_file_systems
@@ -136,19 +137,25 @@ def read_config(base: Path, name: str) -> dict[str, Any]:
 
 
 def read_hyperparameters(base: Path) -> Overrides:
-    """Read the hyperparameters, which are strings, or JSON strings from an SDK."""
+    """Read the hyperparameters, which are strings, or JSON strings from an SDK.
+
+    The JSON string null means the default.
+    """
     pairs = []
     for name, value in read_config(base, "hyperparameters").items():
         if name.startswith("sagemaker_"):
             continue  # for the toolkit
         with suppress(ValueError, TypeError):
             value = json.loads(value)
-        pairs.append((name, "" if value is None else to_text(value)))
+        if value is not None:
+            pairs.append((name, to_text(value)))
     return pairs
 
 
 def parse_arguments(arguments: Sequence[str]) -> Overrides:
     """Parse the hyperparameters from the toolkit's ``--key value --key value``.
+
+    The toolkit passes None as an empty value, which means the default here.
 
     Raises:
         InvalidConfig: if the arguments do not have this form.
@@ -159,7 +166,7 @@ def parse_arguments(arguments: Sequence[str]) -> Overrides:
         rule, remedy = "is not --key value", "give every hyperparameter a value"
         raise InvalidConfig([ConfigError((invalid or [keys[-1]])[0], MISSING, rule, remedy)])
     pairs = zip(keys, values, strict=True)
-    return [(key.removeprefix("--"), parse_toolkit_value(value)) for key, value in pairs]
+    return [(key.removeprefix("--"), parse_toolkit_value(value)) for key, value in pairs if value]
 
 
 def parse_toolkit_value(text: str) -> str:
@@ -192,7 +199,7 @@ def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], 
     Raises:
         InvalidConfig: if there is no recipe, or no shared directory for the checkpoints.
     """
-    given = [(key.replace("-", "_"), value) for key, value in pairs if value != ""]
+    given = [(key.replace("-", "_"), value) for key, value in pairs]
     recipe = next((value for key, value in given if key == "recipe"), None)
     given = [(key, value) for key, value in given if key != "recipe"]
     if recipe is None:
@@ -280,6 +287,9 @@ def describe_root_cause(run_dir: Path, status: int, tail: Sequence[str], start_t
     """
     if status == REQUEUE:
         return "saved a checkpoint and stopped; run the same job to resume"
+    if status == UNHEALTHY:  # the findings are on stdout
+        paths = sorted((run_dir / UNHEALTHY_NODES_DIR).glob("*"))
+        return "\n".join(f"unhealthy node {path.name}: {read_text(path).strip()}" for path in paths)
     if status < 0:
         name = signal.Signals(-status).name
         cause = ", possibly because the node ran out of memory" if name == "SIGKILL" else ""

@@ -23,9 +23,7 @@ from weft.config.schema import Job, flatten
 CHANNELS = "/opt/ml/input/data"
 SETUP = "launch.setup"
 # A job writes below these directories, so a file system with one of them is mounted read-write.
-WRITTEN_KEYS = (
-    *("checkpoint.dir", "checkpoint.local_dir", "data.cache_dir", "compile.cache_dir", RUN_DIR),
-)
+WRITTEN_KEYS = ("checkpoint.dir", "checkpoint.local_dir", "data.cache_dir", "compile.cache_dir")
 # Error codes of AWS, and services whose permissions have another name.
 ABSENT, DENIED = (
     ("FileSystemNotFound", "InvalidSubnetID.NotFound"),
@@ -157,6 +155,8 @@ def verify_file_systems(client: Callable[[str], Any], request: JobRequest) -> Co
         if found == []:
             errors.add(key, rule, remedy)
         for item in found or []:
+            if (kind := item.get("FileSystemType", "LUSTRE")) != "LUSTRE":
+                errors.add(key, f"is a file system of type {kind}, not Lustre", remedy)
             mount_name = item.get("LustreConfiguration", {}).get("MountName")
             if mount_name and directory.split("/")[1] != mount_name:
                 rule = f"does not begin with the mount name of {id}, which is {mount_name}"
@@ -178,9 +178,10 @@ def ask_aws(
 ) -> dict[str, Any]:
     """Return AWS's answer to a question about an option; empty if there is none.
 
-    An absent object becomes a configuration error, and a denied question a warning.
+    An absent object becomes a configuration error; a denied question, or a service that the
+    network does not reach, becomes a warning.
     """
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
 
     method = re.sub("(?<!^)([A-Z])", r"_\1", action).lower()
     try:
@@ -194,7 +195,9 @@ def ask_aws(
             errors.add(key, f"does not exist: {error.response['Error']['Message']}")
         else:
             raise
-        return {}
+    except (ConnectionError, HTTPClientError) as error:
+        print(f"weft: {key} was not verified: {error}", file=sys.stderr)
+    return {}
 
 
 # --------------------------------------------------------------------------- the container
