@@ -52,6 +52,7 @@ EXTRA = [
     "dp_shard2 train.world_size_invariant=true train.microbatch_size=1",
     "dp_shard2 optim.name=muon",
     "dp_shard2 model.tied_embeddings=true",
+    "pp2 pipeline.schedule=1F1B model.mtp_layers=1",
 ]
 KEYS = {"step", "kind", "name", "order", "count", "mean", "rms", "max_abs", "nonfinite"}
 COMPILED = "dp_shard2 compile.enable=true activation_checkpoint.mode=full train.microbatch_size=2"

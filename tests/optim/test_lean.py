@@ -359,20 +359,25 @@ def test_8bit_shards_that_cut_blocks_are_near_one_process(store_path: Path) -> N
     assert 0 < off**0.5 < 0.05 * distance**0.5
 
 
-def test_8bit_keeps_embedding_head_and_gains_in_float32(store_path: Path) -> None:
-    (packed,) = run_ranks(packed_names, 1, str(store_path))
-    assert packed == {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")}
+def test_8bit_keeps_embedding_head_gains_and_biases_in_float32(store_path: Path) -> None:
+    experts = [("model.kind", "gpt_oss"), ("model.preset", "toy"), ("train.seq_len", "32")]
+    mlp = {f"{kind}_proj.weight" for kind in ("gate", "up", "down")}
+    attention = {f"{kind}_proj.weight" for kind in ("q", "k", "v", "o")}
+    (packed,) = run_ranks(packed_names, 1, [], str(store_path))
+    assert packed == attention | mlp
+    (packed,) = run_ranks(packed_names, 1, experts, str(store_path))
+    assert packed == attention | mlp | {"router.weight"}  # not the biases of each expert
 
 
-def packed_names(store: str) -> set[str]:
+def packed_names(overrides: list[tuple[str, str]], store: str) -> set[str]:
     """Return the kinds of parameters whose moments have 8 bits after a step."""
-    job = small_job(("optim.state_dtype", "8bit"))
+    job = small_job(("optim.state_dtype", "8bit"), *overrides)
     plan = plan_here(job)
     built = build(plan, this_rank())
     built.train_step.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
     built.optimizer.step()
     return {
-        name.split(".")[-2]
+        ".".join(name.split(".")[-2:])
         for name, param in trainable_parameters(built.model_parts)
         if isinstance(built.optimizer.state[param]["exp_avg_sq"], PackedMoment)
     }

@@ -228,6 +228,8 @@ def scaled_by_formula(
         config.key_dim,
         config.rope_head_dim,
     )
+    if config.attention_softcap:  # the limit of the logits before the softcap
+        tau = config.attention_softcap * math.atanh(tau / config.attention_softcap)
     for name, logits_H in logits.items():
         own = [key for key in before if key.startswith(f"{name}.")]
         for g in range(config.num_kv_heads):
@@ -270,7 +272,11 @@ def check_formula(overrides: Overrides, store: str) -> None:
 
 
 def expected_change(overrides: Overrides, store: str) -> tuple[Any, ...]:
-    """Return logits and changes by the formula, and those of weft, in one process."""
+    """Return logits and changes by the formula, and those of weft, in one process.
+
+    The first layer's input does not depend on what is clipped, so its logits after the step are
+    compared with the threshold.
+    """
     built, batches = built_with_batches(overrides, store)
     config, job = built.plan.model, built.plan.job
     (part,) = built.model_parts
@@ -283,8 +289,6 @@ def expected_change(overrides: Overrides, store: str) -> tuple[Any, ...]:
         largest = dense_products(q.detach(), k.detach(), seen) * (
             options.scale or q.shape[-1] ** -0.5
         )
-        if options.softcap:
-            largest = options.softcap * torch.tanh(largest / options.softcap)
         found[name] = largest.maximum(found[name]) if name in found else largest
         return inner(q, k, v, mask, options)
 
@@ -296,9 +300,19 @@ def expected_change(overrides: Overrides, store: str) -> tuple[Any, ...]:
         documents[:] = [torch.zeros_like(batch.tokens_BT) if ids is None else ids]
         built.train_step.forward_backward([batch])
     expected = scaled_by_formula(before, found, config, tau)
-    built.qk_clip.reduce()
-    built.qk_clip.step()
-    return found, built.qk_clip, expected, full_params(built), before, tau
+    clip = built.qk_clip
+    clip.reduce()
+    clip.step()
+    logits_LH, actual, first = clip.logits_LH.clone(), full_params(built), dict(found)
+    built.train_step.forward_backward(batches)
+    clip.reduce()
+    assert clip.max_logits()[0].item() == pytest.approx(tau, rel=1e-5)
+    clip.logits_LH.copy_(logits_LH)
+    return first, clip, expected, actual, before, tau
+
+
+def job_softcap(overrides: Overrides) -> float:
+    return float(dict(overrides).get("model.attention_softcap", 0))
 
 
 def formula_differences(jobs: list[Overrides], store: str) -> list[list[float]]:
@@ -306,7 +320,9 @@ def formula_differences(jobs: list[Overrides], store: str) -> list[list[float]]:
     for job in jobs:
         found, clip, expected, actual, before, tau = expected_change(job, store)
         logits_LH = torch.stack([found[name] for name in clip.layers])
-        is_clipped = [bool((x > tau).any()) and not bool((x > tau).all()) for x in logits_LH]
+        cap = job_softcap(job)
+        capped_LH = cap * torch.tanh(logits_LH / cap) if cap else logits_LH
+        is_clipped = [bool((x > tau).any()) and not bool((x > tau).all()) for x in capped_LH]
         difference = max(float((actual[n] - x).abs().max()) for n, x in expected.items())
         changed = sum(not torch.equal(actual[n], x) for n, x in before.items())
         error = float((clip.logits_LH / logits_LH - 1).abs().max())
@@ -376,7 +392,8 @@ def test_layouts_clip_as_one_process(layouts: list[str], store_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
 def test_more_layouts_clip_as_one_process(layout: str, store_path: Path) -> None:
-    check_layouts([layout], store_path, 2e-2 if "bfloat16" in layout else 1e-4)
+    # Sharp attention enlarges rounding: the second layer's logits differ by 4e-4 on one processor.
+    check_layouts([layout], store_path, 2e-2 if "bfloat16" in layout else 1e-3)
 
 
 def compiled_differences(jobs: list[Overrides], store: str, cache: str) -> list[float]:

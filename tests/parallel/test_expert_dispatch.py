@@ -378,7 +378,6 @@ def unit_results() -> dict[str, Any]:
         },
         "keys": {
             "alltoall": apply_experts_with_keys(AllToAll(world, section), 1),
-            "deepep": apply_experts_with_keys(DeepEP(world, section), 1),
             "padded chunks": apply_experts_with_keys(PaddedAllToAll(world, in_chunks), 2),
         },
         "events": {
@@ -535,6 +534,12 @@ def test_deepep_unsupported_keys_are_refused() -> None:
         resolve_job(chunks, name, device="cuda")
     with pytest.raises(InvalidConfig, match="exchanges bfloat16"):
         resolve_job(name, dtype, device="cuda")
+    lora = ("lora.rank", "2"), ("lora.dropout", "0.1")
+    with pytest.raises(InvalidConfig, match="adds columns to the rows"):
+        resolve_job(*lora, name, device="cuda")
+    odd = ("model.dim", "24"), ("model.num_heads", "3"), ("model.num_kv_heads", "3")
+    with pytest.raises(InvalidConfig, match=r"needs a multiple of 16 as model\.dim, which is 24"):
+        resolve_job(*odd, name, device="cuda")
 
 
 def test_dispatch_without_effect_is_a_warning() -> None:

@@ -23,7 +23,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective eval_interval eval_sequences",
-        "lora": "path rank targets quantize dora lr_ratio dropout",
+        "lora": "path rank targets quantize dora",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
         "warmup_steps groups qk_clip_threshold",
         "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",
@@ -64,6 +64,9 @@ CASES = [
     ("train.dpo_beta=0.2", "", 1, "train.objective=mine:loss", 1),
     ("lora.alpha=32", "", 1, "lora.rank=4", 1),
     ("lora.rank_stabilized=true", "", 1, "lora.rank=4", 1),
+    ("lora.dropout=0.1", "lora.rank=4 lora.targets=embed_tokens", 1, "lora.rank=4", 1),
+    ("lora.lr_ratio=2", "lora.rank=4 lora.targets=embed_tokens", 1,
+     "lora.rank=4 lora.targets=lm_head model.tied_embeddings=false", 1),
     ("optim.momentum=0.9", "", 1, "optim.name=muon", 1),
     ("optim.momentum=0.9", "", 1, "optim.name=mine:build", 1),
     ("optim.decay_fraction=0.5", "optim.schedule=cosine", 1, "", 1),
@@ -141,6 +144,20 @@ def test_key_without_effect_is_warned_of_and_one_with_effect_is_not(
     assert " has no effect: " in warning
     assert warning.endswith(".")
     assert "no effect" not in "\n".join(planned(f"{PLAIN} {acting} {key}", many).warnings)
+
+
+def test_balance_that_cannot_be_exported_is_warned_of() -> None:
+    text = "will refuse the model"
+    for kind, preset, more, is_warned in (
+        ("mixtral", "toy", "model.balance_rate=0.001", True),
+        ("mixtral", "toy", "model.balance_rate=0", False),
+        ("mixtral", "toy", "model.balance_rate=0.001 lora.rank=2", False),
+        ("deepseek_v3", "toy", "model.balance_rate=0.001", False),
+        ("moe", "toy-moe", "model.balance_rate=0.001", False),  # transformers has no such model
+        ("llama", "toy", "", False),
+    ):
+        plan = planned(f"train.steps=9 model.kind={kind} model.preset={preset} {more}", 1)
+        assert any(text in each for each in plan.warnings) == is_warned, (kind, more)
 
 
 def test_every_key_has_an_effect_or_an_effect_rule() -> None:

@@ -160,6 +160,14 @@ def test_exported_adapter_of_some_layers_computes_the_same(
     check(write_run(kind, tmp_path, lora), tmp_path)
 
 
+def test_exported_adapter_has_the_rank_of_each_layers_parts(tmp_path: Path) -> None:
+    """One layer adapts a part of a fused module, another adapts two."""
+    names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj")
+    lora = {"rank": 2, "alpha": 3.0, "targets": list(names)}
+    config = check(write_run("phi3", tmp_path, lora), tmp_path)
+    assert config["rank_pattern"] == {"model.layers.1.self_attn.qkv_proj": 4}
+
+
 def test_base_of_adapters_has_the_load_balance_bias(tmp_path: Path) -> None:
     """The bias is a buffer, and not a frozen parameter."""
     checkpoint = write_run("glm4_moe", tmp_path, {"rank": 1})

@@ -206,6 +206,7 @@ LAYOUTS = [
             (4, "dp_replicate=2 tp=2 sequence_parallel=false"),
             (4, "pp=2 tp=2"),
             (4, "pp=2 cp=2 cp_method=allgather"),
+            (2, "pp=2 pipeline.schedule=ZBVZeroBubble model.tied_embeddings=true"),
         )
     ),
 ]
@@ -213,8 +214,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_layout_gradients_equal_one_process(ranks: int, layout: str, store_path: Path) -> None:
-    (one,) = run_ranks(gradients, 1, MTP, str(store_path))
-    keys = [(f"parallel.{key}", value) for key, value in (p.split("=") for p in layout.split())]
+    pairs = [pair.split("=") for pair in layout.split()]
+    keys = [(key if "." in key else f"parallel.{key}", value) for key, value in pairs]
+    model = MTP + [pair for pair in keys if pair[0].startswith("model.")]
+    (one,) = run_ranks(gradients, 1, model, str(store_path))
     for many in merged(run_ranks(gradients, ranks, MTP + keys, str(store_path))):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert many["norm"] == pytest.approx(one["norm"], rel=1e-5)

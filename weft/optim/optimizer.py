@@ -57,7 +57,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer over its parameter groups.
 
-    Embeddings, head and gains are in groups with ``low_precision`` false.
+    Embeddings, head, gains and biases are in groups with ``low_precision`` false.
 
     Args:
         params: (name in the full model, parameter) pairs.
@@ -70,10 +70,11 @@ def build_optimizer(
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in params:
         own = (*optim.groups, OptimGroup(params=("*",)))[optim.group_of(name)]
+        in_matrix = is_matrix(name, param, block_params)
         options = {
             "weight_decay": optim.weight_decay if has_weight_decay(name) else 0.0,
-            "matrices": is_matrix(name, param, block_params) and own.optimizer == "auto",
-            "low_precision": param.dim() >= 2 and param in block_params,
+            "matrices": in_matrix and own.optimizer == "auto",
+            "low_precision": in_matrix,
             "lr_mult": 1.0,
             **own.options(optim),
         }

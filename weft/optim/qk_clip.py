@@ -15,8 +15,10 @@ model: after an optimizer step in which the largest logit ``S`` of a head exceed
                                             no logit of the group stays above ``tau``
 
 ``S`` is the maximum over the global batch of the step: all microbatches, ranks, replica groups and
-pairs of query and key that attention sees, after the scale and the softcap.  Sinks are no logits of
-tokens.  Heads below the threshold keep their bits.  Gradients and moments are not scaled.
+pairs of query and key that attention sees, after the scale.  A softcap ``c`` is not linear, so
+``S`` is the logit before it, and the limit is ``c atanh(tau / c)``; logged are logits after it.
+Sinks are no logits of tokens.  Heads below the threshold keep their bits.  Gradients and moments
+are not scaled.
 
 *Measuring.*  No kernel of attention returns the maximum together with its output on every device.
 A pass without gradient computes the products again, in forward only: never when activations are
@@ -286,7 +288,8 @@ class QKClip:
 
     Attributes:
         layers: names of all layers with attention, also on other pipeline stages.
-        logits_LH: float32, the largest logit of each head in the last step, equal on all ranks.
+        logits_LH: float32, the largest logit of each head in the last step, before the softcap;
+            equal on all ranks.
 
     Args:
         plan: decides threshold, layout and model.
@@ -305,6 +308,9 @@ class QKClip:
         self._group = config.num_heads // config.num_kv_heads
         self._scale = config.attention_scale or config.key_dim**-0.5
         self._softcap = config.attention_softcap
+        self._limit = self._threshold  # before the softcap, which is above the threshold
+        if self._softcap and self._threshold:
+            self._limit = self._softcap * math.atanh(self._threshold / self._softcap)
         with torch.device("meta"):
             modules = plan.family.build(config).named_modules()
         self.layers = [name for name, module in modules if isinstance(module, kinds)]
@@ -362,10 +368,7 @@ class QKClip:
             slots_RLH[replica] = max_LH
             sum_over_replicas([slots_RLH])
             max_LH = slots_RLH.amax(0)
-        max_LH *= self._scale
-        if self._softcap:
-            max_LH = self._softcap * torch.tanh(max_LH / self._softcap)
-        self.logits_LH.copy_(max_LH)
+        self.logits_LH.copy_(max_LH * self._scale)
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
@@ -373,7 +376,7 @@ class QKClip:
         if not self._rows:
             return
         max_LG = torch.unflatten(self.logits_LH, 1, (-1, self._group)).amax(2)
-        gamma_LG = torch.where(max_LG > self._threshold, self._threshold / max_LG, 1.0)
+        gamma_LG = torch.where(max_LG > self._limit, self._limit / max_LG, 1.0)
         if skip is not None:
             gamma_LG = gamma_LG.masked_fill(skip, 1.0)
         for local, index, exponent in self._rows:
@@ -381,8 +384,9 @@ class QKClip:
             local.mul_(factor.view(-1, *(1,) * (local.dim() - 1)))
 
     def max_logits(self) -> Tensor:
-        """Return the largest logit of each layer in the last step: float32 ``[L]``."""
-        return self.logits_LH.amax(1)
+        """Return each layer's largest logit of the step, after the softcap: float32 ``[L]``."""
+        max_L = self.logits_LH.amax(1)
+        return self._softcap * torch.tanh(max_L / self._softcap) if self._softcap else max_L
 
     def metrics(self, values: Sequence[float]) -> dict[str, float]:
         """Return the metrics of a record from the values of `max_logits`, on the host."""

@@ -116,8 +116,7 @@ def apply_in_chunks(
     Keys are int32.  Their bits are more columns of the rows, so that every dispatcher sends them.
     """
     dim = rows_RD.shape[1]
-    # Each key four times, because DeepEP sends 16 bytes at a time.
-    columns = [key_R.unsqueeze(1).repeat(1, 4).view(rows_RD.dtype) for key_R in keys_R]
+    columns = [key_R.unsqueeze(1).view(rows_RD.dtype) for key_R in keys_R]
     dispatch = dispatcher(torch.cat((rows_RD, *columns), dim=1) if columns else rows_RD, counts_E)
     try:
         dispatch.start(0)
@@ -137,7 +136,7 @@ def _split_columns(rows_QD: Tensor, dim: int, num_keys: int) -> list[Tensor]:
     if not num_keys:
         return [rows_QD]
     keys_QK = rows_QD[:, dim:].detach().contiguous().view(torch.int32)
-    return [rows_QD[:, :dim].contiguous(), *keys_QK[:, ::4].unbind(1)]
+    return [rows_QD[:, :dim].contiguous(), *keys_QK.unbind(1)]
 
 
 class AllToAll:

@@ -21,6 +21,7 @@ def check_dispatch(
     family: Family,
     degrees: ParallelDims,
     device: str,
+    local_world_size: int,
     compute_dtype: str,
 ) -> None:
     """Check the keys of expert parallelism; without it, they are only unused."""
@@ -49,9 +50,14 @@ def check_dispatch(
     elif compute_dtype != "bfloat16":
         rule = f"exchanges bfloat16, but precision.compute_dtype is {compute_dtype}"
         errors.add(KEY, rule, "use bfloat16, or alltoall", ("precision.compute_dtype",))
-    if model.dim % 8:
-        rule = f"exchanges 16 bytes at a time, but model.dim={model.dim} is no multiple of 8"
+    # DeepEP's kernels of Hopper move parts of a row, in csrc/kernels/intranode.cu and internode.cu.
+    multiple = 16 if degrees.ep <= local_world_size else 256
+    if model.dim % multiple:
+        rule = f"needs a multiple of {multiple} as model.dim, which is {model.dim}"
         errors.add(KEY, rule, "use alltoall or padded", ("model.dim",))
+    if job.lora.dropout:
+        rule = f"adds columns to the rows, whose width {KEY}=deepep does not support"
+        errors.add("lora.dropout", rule, "use 0, or alltoall or padded", (KEY,))
     if chunks > 1:
         rule = f"does not work with {KEY}=deepep, which sends all rows of a layer at once"
         errors.add("parallel.ep_chunks", rule, "use 1, or alltoall or padded", (KEY,))

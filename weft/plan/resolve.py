@@ -30,6 +30,7 @@ from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,
+    export_warnings,
     float8_warnings,
     pipeline_warnings,
     placement_warnings,
@@ -135,7 +136,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     check_layout(errors, job, model, family, degrees)
     hardware = machine.device, machine.peer_access
     check_device(errors, job, model, *hardware, degrees, local_world_size)
-    check_dispatch(errors, job, model, family, degrees, machine.device, compute_dtype)
+    place = machine.device, local_world_size
+    check_dispatch(errors, job, model, family, degrees, *place, compute_dtype)
     check_world_size_invariant(errors, job)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
@@ -207,6 +209,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         *pipeline_warnings(plan),
         *activation_checkpoint_warnings(plan),
         *dispatch_warnings(plan),
+        *export_warnings(plan),
         *warmup_warnings(plan),
         *unused_key_warnings(plan),
     )

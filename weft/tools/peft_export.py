@@ -191,8 +191,12 @@ class Target(NamedTuple):
     @property
     def name(self) -> str:
         """The end of the name that selects it, without the layer."""
-        name = f"{self.path}.{self.parameter}".rstrip(".")
-        return re.sub(r"^.*\.layers\.\d+\.", "", name)
+        return re.sub(r"^.*\.layers\.\d+\.", "", self.full_name)
+
+    @property
+    def full_name(self) -> str:
+        """The name of the parameter, or of the module."""
+        return f"{self.path}.{self.parameter}".rstrip(".")
 
 
 def list_targets(
@@ -382,15 +386,13 @@ def _select(
     def short(target: Target) -> str:
         return target.name if are_parameters else target.path.rpartition(".")[2]
 
-    others = {f".{target.path}.{target.parameter}".rstrip(".") for target in every}
-    others -= {f".{target.path}.{target.parameter}".rstrip(".") for target in targets}
+    others = {f".{target.full_name}" for target in every}
+    others -= {f".{target.full_name}" for target in targets}
     is_unique = {
         end: not any(n.endswith(f".{end}") for n in others) for end in {*map(short, chosen)}
     }
     return {
-        short(target)
-        if target.expert is not None or is_unique[short(target)]
-        else f"{target.path}.{target.parameter}".rstrip(".")
+        short(target) if target.expert is not None or is_unique[short(target)] else target.full_name
         for target in chosen
     }
 
@@ -415,7 +417,14 @@ def _peft_config(
     """
     embedding = ["embed_tokens"] if has_embedding else []
     modules = {name.removeprefix(PREFIX).rpartition(".")[0] for name in saved}
-    fused = {target.name: pair.num_parts for target, pair in targets.items() if pair.num_parts > 1}
+    parts_by_name: dict[str, set[int]] = {}
+    for target, pair in targets.items():
+        parts_by_name.setdefault(target.name, set()).add(pair.num_parts)
+    fused = {
+        target.name if len(parts_by_name[target.name]) == 1 else target.full_name: pair.num_parts
+        for target, pair in targets.items()
+        if pair.num_parts > 1
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

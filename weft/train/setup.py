@@ -250,6 +250,9 @@ def open_layer_stats(built: Built) -> LayerStats:
     path = plan.run_path / "statistics.jsonl"
     params = dict(trainable_parameters(model_parts))
     steps = plan.job.debug.layer_stats_steps
+    if getattr(plan.model, "mtp_layers", 0):  # looks up the tokens of several positions
+        for _, modules in layers:
+            modules.pop("embed_tokens", None)
     stats = LayerStats(steps, path, layers, params, plan.tokens_per_step)
     built.train_step.on_restart.append(stats.restart)
     return stats
