@@ -43,6 +43,12 @@ def outer_targets(model: Any, section: LoraSection) -> list[Matrix]:
     return [layer for layer in layers if layer.name in section.targets]
 
 
+def adapts_blocks(plan: Plan) -> bool:
+    """Return True if a layer of the blocks gets an adapter."""
+    matrices = list_matrices(plan.model, plan.family)
+    return any(is_target(matrix.name, plan.job.lora) for matrix in matrices)
+
+
 def lora_scaling(section: LoraSection) -> float:
     """Return the factor of the adapters' output (rsLoRA: arXiv:2312.03732)."""
     rank = section.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fnmatch import filter as filter_names
 from typing import Any
 
@@ -14,6 +15,7 @@ from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.lora_plan import is_target, outer_targets
 from weft.plan.matrices import is_matrix, list_matrices
+from weft.plan.plan import Plan
 
 
 def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) -> None:
@@ -71,6 +73,20 @@ def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any) -> None:
         rule = f"has no effect: model.attention_softcap={model.attention_softcap:g} limits logits"
         remedy = f"use less than {model.attention_softcap:g}"
         errors.add(key, rule, remedy, ("model.attention_softcap",))
+
+
+def export_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a warning if the run trains what transformers' model does not have."""
+    mapping = plan.family.hf_mapping
+    if mapping is None or plan.family.moe_layers is None or plan.lora_rank:
+        return
+    rate = getattr(plan.model, "balance_rate", 0)
+    if rate and not mapping.expert_bias:
+        yield (
+            f"model.balance_rate={rate:g} changes biases that {mapping.name} does not have in "
+            "transformers: 'weft export' will refuse the model. Use model.balance_rate=0, and "
+            "model.router_aux_loss_coef to balance the experts."
+        )
 
 
 def trainable_names(job: Job, model: Any, family: Family) -> dict[str, bool]:

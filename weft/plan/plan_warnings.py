@@ -18,7 +18,7 @@ from typing import Any
 from weft.config.schema import Job, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.dispatch_rules import has_fixed_buffers
-from weft.plan.lora_plan import is_target, outer_targets, plan_cost
+from weft.plan.lora_plan import adapts_blocks, outer_targets, plan_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, tensor_parallel_spec
 from weft.plan.placement import (
     AXES,
@@ -122,14 +122,14 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "lora.dropout": EffectRule(
-        lambda plan: _adapts_blocks(plan),
+        adapts_blocks,
         "adapters of the embedding and the head have no dropout (lora.targets)",
         "Add layers of the blocks to lora.targets",
     ),
     "lora.lr_ratio": EffectRule(
         lambda plan: (
             plan.job.lora.dora
-            or _adapts_blocks(plan)
+            or adapts_blocks(plan)
             or any(m.name == "lm_head" for m in outer_targets(plan.model, plan.job.lora))
         ),
         "the adapter of the embedding has one learning rate (lora.targets)",
@@ -296,25 +296,6 @@ def unused_key_warnings(plan: Plan) -> Iterator[str]:
     rate = plan.job.model.overrides().get("balance_rate")
     if rate and plan.lora_rank and not plan.job.model.path:
         yield f"model.balance_rate={rate} has no effect: the router is frozen (lora.rank)."
-
-
-def _adapts_blocks(plan: Plan) -> bool:
-    matrices = list_matrices(plan.model, plan.family)
-    return any(is_target(matrix.name, plan.job.lora) for matrix in matrices)
-
-
-def export_warnings(plan: Plan) -> Iterator[str]:
-    """Yield a warning if the run trains what transformers' model does not have."""
-    mapping = plan.family.hf_mapping
-    if mapping is None or plan.family.moe_layers is None or plan.lora_rank:
-        return
-    rate = getattr(plan.model, "balance_rate", 0)
-    if rate and not mapping.expert_bias:
-        yield (
-            f"model.balance_rate={rate:g} changes biases that {mapping.name} does not have in "
-            "transformers: 'weft export' will refuse the model. Use model.balance_rate=0, and "
-            "model.router_aux_loss_coef to balance the experts."
-        )
 
 
 def warmup_warnings(plan: Plan) -> Iterator[str]:

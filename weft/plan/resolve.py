@@ -24,13 +24,12 @@ from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
 from weft.plan.lora_plan import TrainingCost, outer_targets, training_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
 from weft.plan.model_config import adopt_model, model_name, resolve_section
-from weft.plan.optim_rules import check_optimizer
+from weft.plan.optim_rules import check_optimizer, export_warnings
 from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,
-    export_warnings,
     float8_warnings,
     pipeline_warnings,
     placement_warnings,
