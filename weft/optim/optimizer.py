@@ -70,11 +70,10 @@ def build_optimizer(
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in params:
         own = (*optim.groups, OptimGroup(params=("*",)))[optim.group_of(name)]
-        in_matrix = is_matrix(name, param, block_params)
         options = {
             "weight_decay": optim.weight_decay if has_weight_decay(name) else 0.0,
-            "matrices": in_matrix and own.optimizer == "auto",
-            "low_precision": in_matrix,
+            "matrices": is_matrix(name, param, block_params) and own.optimizer == "auto",
+            "low_precision": is_matrix(name, param, block_params),
             "lr_mult": 1.0,
             **own.options(optim),
         }

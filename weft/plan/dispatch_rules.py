@@ -9,7 +9,7 @@ from weft.config.errors import ConfigErrors
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.degrees import ParallelDims, divisors, format_choices
-from weft.plan.plan import Plan
+from weft.plan.plan import Machine, Plan
 
 KEY = "parallel.ep_dispatch"
 
@@ -20,8 +20,7 @@ def check_dispatch(
     model: Any,
     family: Family,
     degrees: ParallelDims,
-    device: str,
-    local_world_size: int,
+    machine: Machine,
     compute_dtype: str,
 ) -> None:
     """Check the keys of expert parallelism; without it, they are only unused."""
@@ -44,14 +43,14 @@ def check_dispatch(
         errors.add("debug.autograd_anomaly", rule, f"use {KEY}=alltoall", (KEY,))
     if name != "deepep":
         return
-    if device != "cuda":
-        rule = f"needs GPUs, but run.device is {device}"
+    if machine.device != "cuda":
+        rule = f"needs GPUs, but run.device is {machine.device}"
         errors.add(KEY, rule, "use alltoall or padded", ("run.device",))
     elif compute_dtype != "bfloat16":
         rule = f"exchanges bfloat16, but precision.compute_dtype is {compute_dtype}"
         errors.add(KEY, rule, "use bfloat16, or alltoall", ("precision.compute_dtype",))
     # DeepEP's kernels of Hopper move parts of a row, in csrc/kernels/intranode.cu and internode.cu.
-    multiple = 16 if degrees.ep <= local_world_size else 256
+    multiple = 16 if degrees.ep <= (machine.local_world_size or degrees.ep) else 256
     if model.dim % multiple:
         rule = f"needs a multiple of {multiple} as model.dim, which is {model.dim}"
         errors.add(KEY, rule, "use alltoall or padded", ("model.dim",))

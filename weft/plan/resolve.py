@@ -135,8 +135,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     check_layout(errors, job, model, family, degrees)
     hardware = machine.device, machine.peer_access
     check_device(errors, job, model, *hardware, degrees, local_world_size)
-    place = machine.device, local_world_size
-    check_dispatch(errors, job, model, family, degrees, *place, compute_dtype)
+    check_dispatch(errors, job, model, family, degrees, machine, compute_dtype)
     check_world_size_invariant(errors, job)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
