@@ -291,6 +291,15 @@ def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> No
         parse_line(json.dumps(line).encode(), True)
 
 
+def test_chat_pair_that_the_template_makes_equal_is_refused(tmp_path: Path) -> None:
+    """The template strips the answers."""
+    tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": x} for x in ("c", "b ")]
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
+    with pytest.raises(InvalidConfig, match=r"pairs\.jsonl:2: chosen and rejected are equal after"):
+        prepare_data(section(file, tokenizer, format="preferences"), tmp_path / "cache")
+
+
 def test_chat_error_raised_by_a_template_has_its_location(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MISTRAL)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])

@@ -42,6 +42,22 @@ def test_row_squares_equal_those_of_the_full_matrix(quantize: str) -> None:
     torch.testing.assert_close(after, (w + 1.5 * b @ a).square().sum(1))
 
 
+def test_dora_bfloat16_output_follows_a_small_change_of_the_lengths() -> None:
+    """A scale in bfloat16 would be 1, and the output the same bits."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"block": nn.ModuleDict({"one": nn.Linear(64, 32, bias=False)})})
+    section = small_job(("lora.rank", "4"), ("lora.dora", "true")).lora
+    apply_lora(model, [model["block"]], section, torch.float32)
+    model.bfloat16()
+    layer: Any = model.get_submodule("block.one")
+    nn.init.zeros_(layer.lora_B.weight)
+    x = torch.randn(4096, 64, dtype=torch.bfloat16)
+    before = layer(x).float()
+    layer.lora_magnitude.weight.data.copy_(0.003 * layer.weight.float().norm(dim=1))
+    change = (layer(x).float() * before).sum() / before.square().sum() - 1
+    assert change.item() == pytest.approx(0.003, rel=0.1)
+
+
 def test_dora_gradients_equal_plain_implementation() -> None:
     """The row norm is a constant of the gradient; rows of zeros give no NaN."""
     torch.manual_seed(0)

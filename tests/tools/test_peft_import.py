@@ -184,6 +184,18 @@ def test_run_starts_with_the_adapter_and_exports_it_bit_equal(source: Path, tmp_
         prepare(source, adapter, run, ("lora.rank", "8"))
 
 
+def test_adapter_for_a_model_that_is_already_imported_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    """The run would train other adapters, because it does not import anything again."""
+    adapter = write_adapter(tmp_path / "adapter", PLAIN, adapter_tensors((0, 1)))
+    _, plan = prepare(source, "", tmp_path / "run", ("model.path", str(source)))
+    import_source(plan, open_source(plan), quiet_console(io.StringIO()))
+    with pytest.raises(InvalidConfig, match=r"^lora\.path=.*differs from the run in") as caught:
+        prepare(source, adapter, tmp_path / "run", ("model.path", str(source)))
+    assert len(caught.value.errors) == 1
+
+
 BAD_CONFIGS: dict[str, Any] = {
     "bias": "all",
     "lora_bias": True,

@@ -81,6 +81,19 @@ def test_plan_with_data_derives_the_steps_of_the_epochs(store_path: Path) -> Non
     assert (plan.num_steps, plan.warnings) == (7, ())
 
 
+def test_plan_with_data_of_a_resumed_run_counts_sequences(store_path: Path, tmp_path: Path) -> None:
+    """Another global batch changes the steps that remain, and not the epochs."""
+    run = ("run.dir", str(tmp_path / "run"))
+    run_ranks(train_rank, 1, [run, ("train.steps", "3")], str(store_path), timeout=100)
+    epochs = ("train.steps", "auto"), ("train.epochs", "1.5"), run
+    plan, count = planned(store_path, *epochs)
+    assert plan.num_steps == math.ceil(1.5 * count / 8)
+    plan, _ = planned(store_path, *epochs, ("train.global_batch_size", "16"))
+    assert plan.num_steps == 3 + math.ceil((1.5 * count - 3 * 8) / 16)
+    plan, _ = planned(store_path, run, ("train.steps", "auto"), ("train.epochs", "0.001"))
+    assert plan.num_steps == 3  # done
+
+
 def test_plan_with_data_shrinks_a_batch_that_the_data_cannot_fill(store_path: Path) -> None:
     large = ("train.global_batch_size", "100000"), ("train.epochs", "3"), ("train.steps", "auto")
     plan, count = planned(store_path, *large)

@@ -390,6 +390,14 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
         for key in ("metrics", "eval_metrics"):
             assert ours.get(key, {}) == pytest.approx(theirs.get(key, {}), rel=1e-3, abs=1e-4)
 
+    # At the first step the initial model may be another than that of an interrupted start.
+    three = tmp_path / "three"
+    three.mkdir()
+    np.save(three / file.name, known - 1)
+    run_ranks(train_rank, 1, [*DPO, *RUN, ("run.dir", str(three)), ("train.steps", "1")], text)
+    assert read_rows(three)[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    np.testing.assert_allclose(np.load(three / file.name), known, atol=1e-4)
+
     file.unlink()
     extra = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
     with pytest.raises(RankError, match="the log-probabilities of the initial model are missing"):

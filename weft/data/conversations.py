@@ -127,13 +127,16 @@ class ConversationCorpus(Corpus):
             encoded = iter(self.chat.encode([text for line in batch for text in line.texts]))
             for line in batch:
                 conversations = [next(encoded) for _ in line.texts]
-                if all(each.loss_mask[1:].any() for each in conversations):
+                reason = ""
+                if not all(each.loss_mask[1:].any() for each in conversations):
+                    reason = "the rendered text has no assistant token"
+                elif len({each.tokens.tobytes() for each in conversations}) < len(conversations):
+                    reason = "chosen and rejected are equal after the chat template"
+                if not reason:
                     for (text, _), conversation in zip(line.texts, conversations, strict=True):
                         yield line, text, conversation
                 else:
-                    fragment = self.fragments[line.fragment_index]
-                    reason = "the rendered text has no assistant token"
-                    invalid_lines.add(fragment, line.number, reason)
+                    invalid_lines.add(self.fragments[line.fragment_index], line.number, reason)
             batch.clear()  # before the next one is read
 
     def _render_lines(self, invalid_lines: _InvalidLines) -> Iterator[_RenderedLine]:

@@ -66,14 +66,16 @@ class DoraLayer(LoraLayer):
         """Map ``[..., inputs]`` to ``[..., outputs]``; ``counts``: see `Experts.forward`."""
         rows = counts[:1]
         out = self.linear(x, self.weight, None, *rows) + self.adapter_output(x, *counts)
-        scale = self._scale().to(x.dtype)
+        scale = self._scale()
         for counts_E in rows:
             scale = repeat_for_rows(scale, counts_E, len(out))
-        return add_bias(out * scale, self.bias, *rows)
+        # The scale is near 1, where bfloat16 is coarse: round the product only.
+        return add_bias((out * scale).to(out.dtype), self.bias, *rows)
 
     def merged_weight(self) -> Tensor:
         """Return the weight with the adapter, ``[..., outputs, inputs]``."""
-        return super().merged_weight() * self._scale().to(self.weight.dtype).unsqueeze(-1)
+        merged = super().merged_weight()
+        return (merged * self._scale().unsqueeze(-1)).to(merged.dtype)
 
     def _scale(self) -> Tensor:
         a: Any = self.lora_A

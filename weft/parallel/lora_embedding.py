@@ -73,7 +73,7 @@ class LoraEmbedding(nn.Embedding):
             self.lora_magnitude.weight,
             self.input_group,
         )
-        return out_BTD * scale_D.to(out_BTD.dtype)
+        return (out_BTD * scale_D).to(out_BTD.dtype)
 
     def merged_weight(self) -> Tensor:
         """Return the table ``[V, D]`` with the adapter, for a tied head."""

@@ -62,7 +62,7 @@ FIXED = (
     "optim.name",
 )
 # Keys that imported weights depend on, before the first step.
-FIXED_AT_0 = ("model.", "data.tokenizer")
+FIXED_AT_0 = ("model.", "data.tokenizer", "lora.path")
 FIXED_BY_ADAPTER = ("rank", "alpha", "rank_stabilized", "targets", "dora")
 # Directories that only one process may write to.
 LOCKED_DIRECTORIES = ("run.dir", "data.cache_dir")
@@ -403,6 +403,15 @@ def check_text(plan: Plan, text: Dataset) -> None:
     errors.raise_any()
 
 
+def _read_progress(plan: Plan) -> tuple[int, int]:
+    """Return the steps and sequences of the newest checkpoint; zeros if there is none."""
+    for path in reversed(list_checkpoints(checkpoint_dir(plan.job.checkpoint, plan.run_path))):
+        with suppress(DamagedCheckpoint):  # loading reports it
+            manifest = read_manifest(path)
+            return manifest["step"], manifest["samples"]
+    return 0, 0
+
+
 # A run of fewer steps hardly changes a model.
 FEW_STEPS = 20
 
@@ -411,7 +420,7 @@ def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
     """Return the plan with the steps of ``train.epochs``.
 
     With ``train.epochs``, a global batch of more sequences than the training set is made smaller,
-    if the layout allows it.
+    if the layout allows it.  A resumed run may have another global batch than before.
     """
     train = plan.job.train
     if plan.num_steps:
@@ -429,7 +438,9 @@ def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
             f"train.global_batch_size={size} exceeds the {count:,} sequences of the training set: "
             f"{action}"
         ]
-    num_steps = max(1, math.ceil(train.epochs * count / plan.global_batch_size))
+    step, samples = _read_progress(plan)
+    remaining = max(0.0, train.epochs * count - samples)
+    num_steps = max(1, step + math.ceil(remaining / plan.global_batch_size))
     if num_steps < FEW_STEPS:
         notes.append(
             f"train.epochs={train.epochs:g} is only {num_steps} step{'s' * (num_steps > 1)} of "

@@ -43,7 +43,8 @@ def with_references(
         built: the model.
         dataset: the dataset of the mixtures.
         mixtures: mixtures by split.
-        step: completed steps: the file is written at step 0 and read later.
+        step: completed steps: the file is written at step 0, where keys may change the model, and
+            read later.
         log: receives a message before the computation.
 
     Raises:
@@ -57,7 +58,7 @@ def with_references(
     lengths = [samples.num_pairs for samples in sources]
     # Rank 0 decides, because other ranks may not see the directory.
     references = run_on_rank_0(
-        lambda: torch.from_numpy(np.load(file)) if file.exists() else None,
+        lambda: torch.from_numpy(np.load(file)) if step and file.exists() else None,
         f"{file}: could not be read",
     )
     if references is None and step:
