@@ -250,7 +250,8 @@ MORE_DATA = [
     "dp_shard2 dp_replicate2 pp2 gradient_sync=microbatch",
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
 ]
-BFLOAT16 = [*SINGLE, "dp_shard2 tp2"]
+ZERO_BUBBLE = "pp2 pipeline.schedule=InterleavedZeroBubble gradient_sync=microbatch"
+BFLOAT16 = [*SINGLE, f"{ZERO_BUBBLE} dp_shard2", "dp_shard2 tp2", f"{ZERO_BUBBLE} dp_replicate2"]
 # Keys that change the work of a rank but not its result.
 TRACED = [
     "dp_shard4",

@@ -191,7 +191,7 @@ def test_hardware_fault_does_not_count_as_a_failed_start(pod: HyperPod) -> None:
     id = pod.start_program(f"{first}; {fault}; sleep 300")
     pod.wait_for_field(id, "JobState", "COMPLETED")
     assert (pod.field(id, "NodeList"), pod.field(id, "Restarts")) == ("n[1-2]", "1")
-    assert (pod.run / "requeue" / "starts").read_text() == "1 \n"
+    assert (pod.run / "requeue" / "starts").read_text() == "1 0 \n"
     assert "requeuing" not in pod.out()
 
 

@@ -3268,8 +3268,8 @@ FAULTS: list[Fault] = [
         "deferred gradients",
         "a reduction of replicas lacks the weights without a gradient",
         "parallel/private.py",
-        "                _fill_gradients(params)",
-        "                pass",
+        "            _complete_gradients(params)",
+        "            pass",
         STAGES,
     ),
     Fault(

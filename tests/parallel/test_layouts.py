@@ -226,7 +226,7 @@ def test_context_parallel_with_other_axes_computes_gradients_of_one_process(
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(tensor, marks=pytest.mark.slow) for tensor in BFLOAT16[:-1]] + BFLOAT16[-1:],
+    [pytest.param(layout, marks=pytest.mark.slow) for layout in BFLOAT16[:-2]] + BFLOAT16[-2:],
 )
 def test_bfloat16_layout_differs_no_more_than_rounding(layout: str, store_path: Path) -> None:
     """The bfloat16 error of a layout is at most that of one process."""

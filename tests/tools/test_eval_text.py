@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from tests.chat import CHATML, message, write_lines, write_tokenizer
@@ -20,7 +21,7 @@ from weft.data.dataset import open_dataset
 from weft.data.prepare import prepare_data
 from weft.monitor.run_reader import RunReader
 from weft.tools import eval_text
-from weft.tools.eval_text import prompt_generator
+from weft.tools.eval_text import prompt_generator, share_text_format
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
 from weft.tools.inference_model import find_checkpoint, load_local_model
 from weft.tools.report.run_report import report_page
@@ -150,3 +151,20 @@ def test_eval_prompts_of_a_dpo_run_are_messages(tmp_path: Path) -> None:
     texts = recorded_texts(tmp_path / "run")
     assert texts == generated_texts(tmp_path / "run", "auto")
     assert RunReader(tmp_path / "run").last("eval_metrics.reward_margin") is not None
+
+
+def text_format(base: str) -> dict[str, str]:
+    """Return the files that this rank has after the exchange, in a directory of its own."""
+    run_dir = Path(base) / str(dist.get_rank())
+    share_text_format(run_dir)
+    files = (path for path in run_dir.rglob("*") if path.is_file())
+    return {str(path.relative_to(run_dir)): path.read_text() for path in files}
+
+
+def test_hosts_without_a_shared_directory_get_the_tokenizer(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "huggingface/config.json"):
+        path = tmp_path / "0" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    first, second = run_ranks(text_format, 2, str(tmp_path))
+    assert first == second == {n: n for n in ("tokenizer.json", "huggingface/config.json")}

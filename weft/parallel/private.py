@@ -555,9 +555,8 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
         if not (is_fsdp_unit(module) and stage.has_backward) or is_input_half:
             return result  # in an evaluation, `backward` did nothing
         groups = [g for s in _fsdp_state(module)._state_ctx.all_states for g in _param_groups(s)]
-        if reduce_scatter:
-            for params in groups:
-                _fill_gradients(params)
+        for params in groups if reduce_scatter else []:
+            _complete_gradients(params)
         if not options["last_backward"]:
             if reduce_scatter:
                 module.set_requires_gradient_sync(True)  # also sets all_reduce
@@ -574,20 +573,24 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
             setattr(stage, name, partial(run, getattr(stage, name)))
 
 
-def _fill_gradients(group: Any) -> None:
-    """Give parameters without a gradient one of zeros.
+def _complete_gradients(group: Any) -> None:
+    """Give all parameters a gradient, of zeros if they have none, in one dtype.
 
     FSDP adds the sums of a shard group's microbatches by position, before it sums over replicas.
-    The first half of a backward pass adds gradients of norms to those of the microbatch before.
+    The first half of a backward pass adds gradients of norms to those of the microbatch before, in
+    the dtype of the reduction; the second leaves gradients of matrices in the compute dtype.
     """
-    for param in group.fsdp_params:
-        weight = getattr(param, "_unsharded_param", None)
-        if weight is None or not weight.requires_grad or weight.grad is not None:
-            continue
-        if param.unsharded_accumulated_grad is None:
+    params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    is_mixed = any(param.unsharded_accumulated_grad is not None for param in params)
+    for param in params:
+        weight, total = param._unsharded_param, param.unsharded_accumulated_grad
+        if weight.requires_grad and weight.grad is None and total is None:
             local = to_local(weight)  # perhaps in float8, which has no `zeros_like`
             zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
             weight.grad = shard_like(weight, zeros)
+        if is_mixed:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
 
 
 def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:

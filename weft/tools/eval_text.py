@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.checkpoint.manifest import run_on_rank_0
+from weft.config.files import replace_bytes
+from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE
 from weft.data.loader import IGNORE_INDEX, Batch
+from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.monitor.heartbeat import beat
 from weft.plan.plan import Plan
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
@@ -32,7 +37,7 @@ SAMPLING = Sampling(max_tokens=64)
 def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
     """Return a function that continues the prompts of a run; None without prompts.
 
-    Every rank of the run calls that function, and gets the same texts: prompt and continuation.
+    Every rank of the run calls both functions, and gets the same texts: prompt and continuation.
 
     Raises:
         InvalidConfig: if the run directory has no tokenizer, or its chat template rejects a prompt.
@@ -40,6 +45,7 @@ def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
     prompts, data = plan.job.monitor.eval_prompts, plan.job.data
     if not prompts:
         return None
+    share_text_format(plan.run_path)
     run = CheckpointRef(plan.run_path, plan.run_path, plan.job, plan.model)
     chat_format = load_chat_format(run, None if data.is_text else data.chat_template)
     # An imported model may have longer sequences than its training here.
@@ -55,6 +61,22 @@ def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
         return [f"{sequence.prompt}{separator}{sequence.text}" for sequence in sequences]
 
     return continue_prompts
+
+
+def share_text_format(run_dir: Path) -> None:
+    """Copy the files of the tokenizer to hosts that do not share rank 0's run directory."""
+
+    def read() -> dict[str, bytes]:
+        names = ("tokenizer.json", RECORD_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE)
+        paths = [*(run_dir / name for name in names), *(run_dir / IMPORTED_DIR).glob("*")]
+        return {str(p.relative_to(run_dir)): p.read_bytes() for p in paths if p.is_file()}
+
+    files = run_on_rank_0(read, f"{run_dir}: the tokenizer could not be read")
+    for name, content in files.items():
+        path = run_dir / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_bytes(path, content)
 
 
 class TrainingModel(LanguageModel):

@@ -239,18 +239,17 @@ def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
 def open_layer_stats(built: Built) -> LayerStats:
     """Return this rank's statistics of the steps of ``debug.layer_stats_steps``."""
     plan, model_parts = built.plan, built.model_parts
-    stages = [0]
-    if plan.pipeline is not None:
-        stages = plan.pipeline.stages_on_rank(built.mesh.coordinates["pp"])
+    pipeline, rank = plan.pipeline, built.mesh.coordinates["pp"]
+    stages = [0] if pipeline is None else pipeline.stages_on_rank(rank)
     layers = [
         (stage, name_layers(part, set(plan.family.blocks(part))))
         for stage, part in zip(stages, model_parts, strict=True)
     ]
     path = plan.run_path / "statistics.jsonl"
     params = dict(trainable_parameters(model_parts))
-    if getattr(plan.model, "mtp_layers", 0):  # looks up the tokens of several positions
-        for _, modules in layers:
-            modules.pop("embed_tokens", None)
+    # Multi-token prediction looks up the tokens of several positions.
+    for _, modules in layers if getattr(plan.model, "mtp_layers", 0) else []:
+        modules.pop("embed_tokens", None)
     stats = LayerStats(plan.job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)
     built.train_step.on_restart.append(stats.restart)
     return stats
