@@ -26,6 +26,7 @@ EXCEPTIONS = {
     "run.dir": "the run itself, and commands that write into a directory of their own choice",
     "lora.rank": "planned, checked, applied and exported; the rules are outside of the core",
     "lora.dora": "as lora.rank",
+    "lora.dropout": "applied, traced, verified, and refused with a dispatcher",
     "parallel.ep_dispatch": "a class: checked, planned, found by name, and replaced by verify",
     "parallel.cp_method": "decides which heads a rank has; QK-clip is outside of the core",
     "model.kind": "the name of the family, in messages of several rules and tools",

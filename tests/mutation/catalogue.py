@@ -2808,8 +2808,8 @@ FAULTS: list[Fault] = [
         "mask",
         "rows lose the numbers of their tokens on their way",
         "parallel/expert_dispatch.py",
-        "[key_R.unsqueeze(1).repeat(1, 4).view(rows_RD.dtype) for key_R in keys_R]",
-        "[(0 * key_R).unsqueeze(1).repeat(1, 4).view(rows_RD.dtype) for key_R in keys_R]",
+        "[key_R.unsqueeze(1).view(rows_RD.dtype) for key_R in keys_R]",
+        "[(0 * key_R).unsqueeze(1).view(rows_RD.dtype) for key_R in keys_R]",
         ADAPTERS,
     ),
     Fault(

@@ -154,7 +154,7 @@ def test_eval_prompts_of_a_dpo_run_are_messages(tmp_path: Path) -> None:
 
 
 def text_format(base: str) -> dict[str, str]:
-    """Return the files that this rank has after the exchange, in a directory of its own."""
+    """Return the files that this rank has after the exchange, in its own directory."""
     run_dir = Path(base) / str(dist.get_rank())
     share_text_format(run_dir)
     files = (path for path in run_dir.rglob("*") if path.is_file())

@@ -384,7 +384,7 @@ class QKClip:
             local.mul_(factor.view(-1, *(1,) * (local.dim() - 1)))
 
     def max_logits(self) -> Tensor:
-        """Return each layer's largest logit of the step, after the softcap: float32 ``[L]``."""
+        """Return each layer's largest logit, after the softcap: float32 ``[L]``."""
         max_L = self.logits_LH.amax(1)
         return self._softcap * torch.tanh(max_L / self._softcap) if self._softcap else max_L
 

@@ -64,7 +64,7 @@ def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
 
 
 def share_text_format(run_dir: Path) -> None:
-    """Copy the files of the tokenizer to hosts that do not share rank 0's run directory."""
+    """Copy the tokenizer's files to hosts without rank 0's run directory."""
 
     def read() -> dict[str, bytes]:
         names = ("tokenizer.json", RECORD_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE)
