@@ -77,9 +77,12 @@ def test_train_whole_run_shows_records_and_can_be_used(
     assert sorted(os.listdir(tmp_path)) == ["cache", "run", "text.py"]  # and no other files
 
     (run_dir / "metrics.jsonl").unlink()
+    half_deleted = run_dir / "checkpoints" / ".tmp-step-00000010-deleted"
+    half_deleted.mkdir()  # by a process that was killed
     second_run = run_weft(finished.command, tmp_path)
     assert (second_run.returncode, second_run.stderr) == (0, "")
     assert "is complete at step 20" in second_run.stdout
+    assert not half_deleted.exists()
 
     prompt = ["--prompt", "import ", "--max-tokens", "20"]
     text = run_weft([*WEFT, "generate", "run", *prompt], tmp_path)

@@ -26,6 +26,7 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.rollback import drop_later_checkpoints
+from weft.checkpoint.storage import remove
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
@@ -160,6 +161,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
             if failure is not None:
                 error = explain_failure(failure, home, run_dir)
         else:
+            finish_deletions(home)
             message = f"{run_dir} is complete at step {step}: nothing to do"
             console.print(f"{message}; to train longer, raise train.steps or train.epochs")
         if error is None:
@@ -330,6 +332,12 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             print(f"  log: {log_path(run_dir, rank)}", file=terminal, flush=True)
         raise
     return 0 if is_complete else REQUEUE
+
+
+def finish_deletions(home: Path) -> None:
+    """Delete old checkpoints whose deletion was interrupted, in a run that saves no more."""
+    for leftover in home.glob(".tmp-step-*-deleted"):
+        remove(leftover)
 
 
 def write_run_files(
