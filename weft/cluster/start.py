@@ -162,8 +162,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
                 error = explain_failure(failure, home, run_dir)
         else:
             finish_deletions(home)
-            message = f"{run_dir} is complete at step {step}: nothing to do"
-            console.print(f"{message}; to train longer, raise train.steps or train.epochs")
+            console.print(f"{run_dir} is complete at step {step}: nothing to do; {LONGER}")
         if error is None:
             print_results(plan, recipe, dataset, console)
     if error is not None:
@@ -332,6 +331,9 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             print(f"  log: {log_path(run_dir, rank)}", file=terminal, flush=True)
         raise
     return 0 if is_complete else REQUEUE
+
+
+LONGER = "to train longer, raise train.steps or train.epochs"
 
 
 def finish_deletions(home: Path) -> None:
