@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from math import nan
@@ -161,8 +161,8 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
             if failure is not None:
                 error = explain_failure(failure, home, run_dir)
         else:
-            finish_deletions(home)
-            console.print(f"{run_dir} is complete at step {step}: nothing to do; {LONGER}")
+            message = f"{run_dir} is complete at step {step}: nothing to do"
+            console.print(f"{message}; to train longer, raise train.steps or train.epochs")
         if error is None:
             print_results(plan, recipe, dataset, console)
     if error is not None:
@@ -333,19 +333,10 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
     return 0 if is_complete else REQUEUE
 
 
-LONGER = "to train longer, raise train.steps or train.epochs"
-
-
-def finish_deletions(home: Path) -> None:
-    """Delete old checkpoints whose deletion was interrupted, in a run that saves no more."""
-    for leftover in home.glob(".tmp-step-*-deleted"):
-        remove(leftover)
-
-
 def write_run_files(
     plan: Plan, base: Job, recipe: str, dataset: Dataset, prediction: RunPrediction | None
 ) -> None:
-    """Write the job, the tokenizer and the prediction into the run directory."""
+    """Write the job, the tokenizer and the prediction, and finish interrupted deletions."""
     job, run_dir = plan.job, plan.run_path
     path = run_dir / "job.toml"
     try:
@@ -364,6 +355,10 @@ def write_run_files(
                 if (file := source.store.path / name).is_file():
                     replace_text(run_dir / name, file.read_text("utf-8"))
         save_prediction(prediction, run_dir)
+        # Of a process that was killed after the last save.
+        for leftover in checkpoint_dir(job.checkpoint, run_dir).glob(".tmp-step-*-deleted"):
+            with suppress(FileNotFoundError):  # another node deletes it, too
+                remove(leftover)
     except OSError as error:
         raise unwritable_error(run_dir, error) from error
 
