@@ -336,7 +336,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
 def write_run_files(
     plan: Plan, base: Job, recipe: str, dataset: Dataset, prediction: RunPrediction | None
 ) -> None:
-    """Write the job, the tokenizer and the prediction, and finish interrupted deletions."""
+    """Write a run's job, tokenizer and prediction, and finish interrupted deletions."""
     job, run_dir = plan.job, plan.run_path
     path = run_dir / "job.toml"
     try:
