@@ -24,6 +24,7 @@ LOGS = Path(__file__).parent / "nccl_logs"
 P5 = replace(AWS, instance_type="p5.48xlarge")
 P4 = replace(AWS, instance_type="p4d.24xlarge", adapters=EFA[:4])
 ETHERNET = Facts(device="cuda")
+G5 = replace(ETHERNET, instance_type="g5.12xlarge")  # EFA is optional there
 
 
 def read_log(name: str) -> str:
@@ -124,6 +125,8 @@ def test_log_of_each_network_is_parsed(name: str, fields: dict[str, Any]) -> Non
         ("missing-plugin", P5, "bad", "Could not find: libnccl-net.so."),
         ("missing-plugin", HEALTHY, "bad", "although the node has InfiniBand"),
         ("missing-plugin", ETHERNET, "note", "TCP sockets"),
+        ("missing-plugin", G5, "warning", "although g5.12xlarge supports EFA"),
+        ("missing-plugin", replace(G5, instance_type="ml.p5.48xlarge"), "bad", "although p5.48xl"),
         (
             "efa-without-gpudirect",
             replace(AWS, instance_type="g6e.48xlarge", adapters=EFA[:4]),

@@ -392,8 +392,9 @@ def test_layouts_clip_as_one_process(layouts: list[str], store_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
 def test_more_layouts_clip_as_one_process(layout: str, store_path: Path) -> None:
-    # Sharp attention enlarges rounding: the second layer's logits differ by 4e-4 on one processor.
-    check_layouts([layout], store_path, 2e-2 if "bfloat16" in layout else 1e-3)
+    # Sharp attention enlarges rounding: with the ring, logits differ by 4e-4 on one processor.
+    tolerance = 1e-3 if "cp_method=ring" in layout else 1e-4
+    check_layouts([layout], store_path, 2e-2 if "bfloat16" in layout else tolerance)
 
 
 def compiled_differences(jobs: list[Overrides], store: str, cache: str) -> list[float]:

@@ -287,8 +287,8 @@ def describe_root_cause(run_dir: Path, status: int, tail: Sequence[str], start_t
     """
     if status == REQUEUE:
         return "saved a checkpoint and stopped; run the same job to resume"
-    if status == UNHEALTHY:  # the findings are on stdout
-        paths = sorted((run_dir / UNHEALTHY_NODES_DIR).glob("*"))
+    paths = sorted((run_dir / UNHEALTHY_NODES_DIR).glob("*"))
+    if status == UNHEALTHY and paths:  # the findings are on stdout
         return "\n".join(f"unhealthy node {path.name}: {read_text(path).strip()}" for path in paths)
     if status < 0:
         name = signal.Signals(-status).name
