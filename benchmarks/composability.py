@@ -196,6 +196,10 @@ ELSEWHERE = {
     "2801, June 2026); nothing about DPO was found.",
     "optim.qk_clip_threshold": "Megatron-LM multiplies the projections of queries and keys in "
     "place (`clip_qk` of latent attention was read), without a rule for adapters.",
+    "lora.dora": "PEFT 0.21.2 shares the two factors but gives each side its own lengths, of "
+    "columns and of rows: after one step the two weights differ (a run showed it).",
+    "parallel.pp": "Nothing about such a stage was found in TorchTitan, PEFT or NVIDIA's "
+    "libraries.",
     "activation_checkpoint.every_n_layers": "PyTorch has one budget per process "
     "(`torch._functorch.config.activation_memory_budget`).",
     "resilience.lighthouse": "TorchTitan's trainer with TorchFT is an experiment with FSDP (issue "
