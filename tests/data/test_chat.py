@@ -231,12 +231,32 @@ def test_chat_system_and_input_fields_are_read() -> None:
             "chosen": [message("user", "a?"), message("assistant", "b")],
             "rejected": [message("user", "a?"), message("assistant", "c")],
         },
+        {
+            "prompt": [message("user", "a?")],
+            "chosen": [message("user", "a?"), message("assistant", "b")],
+            "rejected": [message("user", "a?"), message("assistant", "c")],
+        },
+        {"instruction": "a?", "input": "", "chosen": "b", "rejected": "c"},
     ],
 )
 def test_chat_preferences_give_two_answers(line: dict[str, Any]) -> None:
     chosen, rejected = parse_line(json.dumps(line).encode(), True)
     assert chosen == Example([message("user", "a?"), message("assistant", "b")], None, 1)
     assert rejected == Example([message("user", "a?"), message("assistant", "c")], None, 1)
+
+
+def test_chat_preferences_have_system_and_input() -> None:
+    for line in (
+        {"system": "s", "instruction": "a", "input": "i", "chosen": "b", "rejected": "c"},
+        {
+            "system": "s",
+            "chosen": [message("user", "a\n\ni"), message("assistant", "b")],
+            "rejected": [message("user", "a\n\ni"), message("assistant", "c")],
+        },
+    ):
+        for example, answer in zip(parse_line(json.dumps(line).encode(), True), "bc", strict=True):
+            assert [m["content"] for m in example.messages] == ["s", "a\n\ni", answer]
+            assert example.loss_start == 2
 
 
 BAD = {
@@ -284,6 +304,24 @@ def test_chat_each_bad_line_is_reported_with_its_location(tmp_path: Path) -> Non
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, "prompt is neither"),
         ({"prompt": "a", "chosen": 1, "rejected": "c"}, "chosen or rejected is neither"),
         ({"prompt": "a", "chosen": [TURNS[0]], "rejected": "c"}, "no assistant turn"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "neither a prompt nor answers"),
+        ({"chosen": [], "rejected": "c"}, "neither a prompt nor answers"),
+        ({"prompt": [], "chosen": [], "rejected": "c"}, "empty conversation"),
+        (
+            {
+                "prompt": [message("system", "s"), message("user", "a")],
+                "chosen": [message("user", "a"), message("assistant", "b")],
+                "rejected": [message("user", "a"), message("assistant", "c")],
+            },
+            "not with prompt",
+        ),
+        (
+            {
+                "chosen": [message("user", "a"), message("assistant", "b")],
+                "rejected": [message("user", "A"), message("assistant", "c")],
+            },
+            "equal user turns",
+        ),
     ],
 )
 def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> None:

@@ -85,6 +85,7 @@ def recorded_texts(run_dir: Path) -> list[str]:
         pytest.param("cp2 pp2", 0, marks=pytest.mark.slow),
         pytest.param("dp_replicate2 cp2 cp_method=ulysses", 0, marks=pytest.mark.slow),
         ("pp2 pipeline.schedule=Interleaved1F1B", 20 * 512 * 4),
+        ("tp2 model.vocab_size=515", 0),
         pytest.param("pp2 tp2", 20 * 512 * 4, marks=pytest.mark.slow),
         pytest.param(
             "dp_shard2 train.world_size_invariant=true train.microbatch_size=1",

@@ -64,9 +64,10 @@ def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: 
     assert ours["nats_per_token"] == pytest.approx(expected, rel=1e-5)
     assert ours["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
     size = store.manifest.validation
-    assert (ours["tokens"], ours["bytes"]) == (size.tokens - 1, size.bytes)
+    share = rows * length / (size.tokens - 1)
+    assert (ours["tokens"], ours["bytes"]) == (rows * length, round(share * size.bytes))
     bits = expected * (size.tokens - 1) / size.bytes / math.log(2)
-    assert ours["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert ours["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
 
 
 def test_source_loss_without_recorded_bytes_has_none() -> None:
@@ -92,7 +93,7 @@ def test_evaluate_command_prints_loss_and_refuses_mistakes(
     assert main([*words, "--data.path", str(text_dir), "--train.eval_sequences", "4"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert 5 < numbers["nats_per_token"] < 100
-    assert numbers["tokens"] > 1000
+    assert numbers["tokens"] == 2 * 4 * 32
     assert main([*words, "--train.steps", "3", "--task", "nowhere.yaml"]) == 2
     output = capsys.readouterr().err
     assert "--task" in output

@@ -245,6 +245,37 @@ def test_plan_inference_ignores_the_device_of_training(runs: dict[str, Path]) ->
         file.write_text(before)
 
 
+@pytest.mark.parametrize("for_generation", [True, False])
+def test_plan_inference_ignores_keys_of_training(
+    for_generation: bool, store_path: Path, tmp_path: Path
+) -> None:
+    """Among them keys that name what the base of LoRA or the model without MTP lacks."""
+    keys = [
+        ("model.mtp_layers", "1"),
+        ("optim.groups", '[{params=["layers.2.eh_proj.weight", "*.lora_A*"], lr_mult=0.5}]'),
+        ("lora.rank", "4"),
+        ("lora.alpha", "8"),
+        ("lora.targets", "q_proj"),
+        ("lora.quantize", "nf4"),
+        ("lora.dropout", "0.1"),
+        ("precision.float8", "tensorwise"),
+        ("precision.float8_small", "true"),
+        ("precision.float8_exclude", "layers.2.*,*.q_proj"),
+    ]
+    checkpoint = find_checkpoint(random_run(tmp_path / "run", store_path, *keys))
+    job, plan = plan_inference(checkpoint, [], [], (), for_generation=for_generation)
+    assert (plan.lora_rank, plan.model.mtp_layers, job.optim.groups) == (0, 0, ())
+    assert job.precision.float8_exclude == ("*.q_proj",)
+
+
+def test_plan_inference_of_a_dpo_run_evaluates_text(store_path: Path, tmp_path: Path) -> None:
+    keys = [("train.objective", "dpo"), ("data.format", "preferences")]
+    checkpoint = find_checkpoint(random_run(tmp_path / "run", store_path, *keys))
+    text = [("data.path", str(tmp_path)), ("data.format", "text")]
+    job, _ = plan_inference(checkpoint, text, [], ("data.",), for_generation=False)
+    assert job.train.objective == "next_token"
+
+
 def test_plan_inference_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> None:
     checkpoint = find_checkpoint(runs["llama"])
     overrides = [

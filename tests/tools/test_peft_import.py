@@ -528,6 +528,24 @@ def test_adapter_of_peft_has_equal_logits_and_gradients(
                 assert second[name].equal(value), name
 
 
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+def test_a_saved_table_must_be_that_of_both_uses(saved: str, tmp_path: Path) -> None:
+    """PEFT trains a copy of one use of a tied table, unless ``ensure_weight_tying`` is set."""
+    options = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": [saved]}
+    for is_tied, directory in ((False, tmp_path / "apart"), (True, tmp_path / "tied")):
+        directory.mkdir()
+        fields = {"tie_word_embeddings": True}
+        given = options | {"ensure_weight_tying": is_tied}
+        _, adapter, theirs = write_peft("llama", directory, given, fields)
+        if is_tied:
+            tokens_BT = torch.arange(16).view(2, 8)
+            ours = load_module(str(adapter), None, CPU)(tokens_BT)
+            torch.testing.assert_close(ours, logits(theirs, tokens_BT), rtol=1e-4, atol=1e-4)
+        else:
+            with pytest.raises(InvalidConfig, match="only one use of the table"):
+                load_module(str(adapter), None, CPU)
+
+
 # --------------------------------------------------------------------------- runs in layouts
 
 

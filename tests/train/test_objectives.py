@@ -428,6 +428,62 @@ def test_objective_custom_function_is_trained_and_recorded(
     assert first["loss"] > 1.2 * math.log(512)
 
 
+def small_counts(section: TrainSection) -> Objective:
+    """A user's objective: the mean over next tokens, each of which counts 0.001."""
+
+    def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
+        loss_B = 0.001 * losses_BT.sum(1)
+        return SequenceLosses(loss_B, loss_B.new_empty(len(loss_B), 0))
+
+    return Objective(lambda batch: 0.001 * count_targets(batch), losses)
+
+
+def test_objective_weights_may_be_fractions(texts: dict[str, str], tmp_path: Path) -> None:
+    rows = []
+    for name in ("next_token", "tests.train.test_objectives:small_counts"):
+        keys = [("train.objective", name), ("run.dir", str(tmp_path / name)), ("train.steps", "2")]
+        keys += [("train.eval_interval", "2")]
+        run_ranks(train_rank, 1, [*CHAT, *RUN, *keys], texts["chat"])
+        rows.append(read_rows(tmp_path / name))
+    for expected, found in zip(*rows, strict=True):
+        for key in {"loss", "grad_norm", "eval_loss"} & expected.keys():
+            assert found[key] == pytest.approx(expected[key], rel=1e-4), key
+    assert found["eval_loss"] > 1
+
+
+def with_references(section: TrainSection) -> Objective:
+    return dpo(section)._replace(is_token_sum=False)
+
+
+def no_objective(section: TrainSection) -> Objective:
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("function", "overrides", "rules"),
+    [
+        ("with_references", [("data.format", "preferences")], []),
+        ("with_references", [], ["only preference data have"]),
+        (
+            "with_references",
+            [("data.format", "preferences"), ("resilience.lighthouse", "localhost:1")],
+            ["replica groups"],
+        ),
+        ("no_objective", [], ["ValueError: no such thing"]),
+        ("CHAT", [], ["does not return an Objective: TypeError"]),
+        ("missing", [], ["cannot be imported"]),
+    ],
+)
+def test_objective_of_a_user_is_checked(
+    function: str, overrides: Overrides, rules: list[str]
+) -> None:
+    name = f"tests.train.test_objectives:{function}"
+    errors = check_names(small_job(("train.objective", name), *overrides))
+    found = [error for error in errors if error.key == "train.objective"]
+    assert len(found) == len(rules)
+    assert all(rule in error.rule for rule, error in zip(rules, found, strict=True))
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "rule"),
     [

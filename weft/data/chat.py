@@ -107,8 +107,7 @@ def _parse_messages(record: dict[str, Any]) -> Any:
     ):
         answer = next((name for name in answer_names if name in record), None)
         if question in record and answer is not None:
-            context = f"\n\n{_get_text(record, 'input')}" if record.get("input") else ""
-            user = {"role": "user", "content": _get_text(record, question) + context}
+            user = {"role": "user", "content": _get_prompt(record, question)}
             messages = [user, {"role": "assistant", "content": _get_text(record, answer)}]
             if record.get("system"):
                 messages.insert(0, {"role": "system", "content": _get_text(record, "system")})
@@ -132,28 +131,40 @@ def _parse_preference(record: dict[str, Any]) -> list[tuple[Any, int]]:
     if chosen == rejected:
         raise InvalidConversation("chosen and rejected are equal")
     prompt = record.get("prompt")
-    if isinstance(prompt, str) and all(
-        _has_user_turn(record[name]) for name in ("chosen", "rejected")
-    ):
-        prompt = None  # both conversations contain it
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if prompt is None:  # the common beginning
+    if (prompt is None and "instruction" in record) or isinstance(prompt, str):
+        text = _get_prompt(record, "instruction" if prompt is None else "prompt")
+        prompt = [{"role": "user", "content": text}]
+    if not isinstance(prompt, list | None):
+        raise InvalidConversation("prompt is neither a string nor a list of messages")
+    if prompt is None or all(map(_begins_with_user, answers)):  # the answers contain the prompt
         loss_start = next(
             (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
             min(len(chosen), len(rejected)),
         )
-        return [(chosen, loss_start), (rejected, loss_start)]
-    if not isinstance(prompt, list):
-        raise InvalidConversation("prompt is neither a string nor a list of messages")
-    return [(prompt + answer, len(prompt)) for answer in answers]
+        if "user" not in _roles(chosen[:loss_start]):
+            raise InvalidConversation("has neither a prompt nor answers with equal user turns")
+        given = record.get("prompt")
+        if isinstance(given, list) and chosen[: len(given)] != given:
+            raise InvalidConversation("chosen begins with a user turn, but not with prompt")
+    else:
+        chosen, rejected, loss_start = prompt + chosen, prompt + rejected, len(prompt)
+    if record.get("system") and "system" not in _roles(chosen[:1]):
+        system = [{"role": "system", "content": _get_text(record, "system")}]
+        chosen, rejected, loss_start = system + chosen, system + rejected, loss_start + 1
+    return [(chosen, loss_start), (rejected, loss_start)]
 
 
-def _has_user_turn(answer: Any) -> bool:
-    """Return True if an answer is a full conversation, with a user turn."""
-    if not isinstance(answer, list):
-        return False
-    return any(isinstance(turn, dict) and turn.get("role") == "user" for turn in answer[:2])
+def _roles(messages: list[Any]) -> list[Any]:
+    return [turn.get("role") if isinstance(turn, dict) else None for turn in messages]
+
+
+def _begins_with_user(messages: list[Any]) -> bool:
+    return [role for role in _roles(messages) if role != "system"][:1] == ["user"]
+
+
+def _get_prompt(record: dict[str, Any], name: str) -> str:
+    context = f"\n\n{_get_text(record, 'input')}" if record.get("input") else ""
+    return _get_text(record, name) + context
 
 
 def _get_text(record: dict[str, Any], name: str) -> str:

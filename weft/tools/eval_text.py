@@ -110,8 +110,7 @@ class TrainingModel(LanguageModel):
         # All data-parallel ranks have the same prompts; of the others, each has its own logits.
         if step.mesh.dp_rank == 0:
             for targets, shard in recorded:
-                first = step.mesh.coordinates["tp"] * shard.shape[1]
-                logits_NV[targets, first : first + shard.shape[1]] = shard.float()
+                logits_NV[targets, step.vocab_range.start : step.vocab_range.stop] = shard.float()
         if dist.get_world_size() > 1:
             dist.all_reduce(logits_NV)
         return logits_NV

@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
-from weft.data.loader import Batch, build_mixture, evaluation_batches
+from weft.data.loader import IGNORE_INDEX, Batch, build_mixture, evaluation_batches
 from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.prepared_cache import Report, progress_counter
 from weft.data.token_store import Split, SplitName, Store
@@ -78,7 +79,14 @@ METRIC_KEYS: AllowedValues = {
 
 
 class SourceLoss(NamedTuple):
-    """Loss of one source: ``tokens`` predicted tokens from ``bytes`` of text."""
+    """Loss of one source.
+
+    Attributes:
+        name: name of the source, or its path.
+        nats_per_token: mean over the splits.
+        tokens: number of predicted tokens.
+        bytes: number of bytes of their text, estimated if only a part is evaluated; 0: unknown.
+    """
 
     name: str
     nats_per_token: float
@@ -138,7 +146,7 @@ def evaluate_sources(
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     losses = []
     for source in dataset.sources:
-        nats, tokens, size = 0.0, 0, 0
+        nats, tokens, size, evaluated = 0.0, 0, 0, 0
         kind = source.store.manifest.kind
         name = source.name if job.data.is_mixture else job.data.path
         if kind == "preferences":
@@ -151,21 +159,33 @@ def evaluate_sources(
             )
             total = min(sequences, sum(map(len, samples.sources)))
             advance = progress_counter(report, f"evaluating {name}, {split}", total)
-            mean = train_step.evaluate(_with_progress(batches, plan.dp_size, advance))
+            counts = torch.tensor([0, 1])  # targets, ranks
+            mean = train_step.evaluate(_with_progress(batches, plan.dp_size, advance, counts))
+            num_targets, ranks = mesh.all_reduce_dp_cp(counts.to(rank.device)).tolist()
+            evaluated += round(num_targets * plan.dp_size / ranks)
             predicted, read = _count_targets(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
-        if tokens == 0:
+        if evaluated == 0:
             raise WeftError(f"{name}: no token of the validation set has a loss")
-        losses.append(SourceLoss(name, nats / tokens, tokens, size))
+        size_of_evaluated = round(size * evaluated / tokens)
+        losses.append(SourceLoss(name, nats / tokens, evaluated, size_of_evaluated))
     return losses
 
 
 def _with_progress(
-    batches: Iterator[Batch], ranks: int, advance: Callable[[int], None]
+    batches: Iterator[Batch], ranks: int, advance: Callable[[int], None], counts: Tensor
 ) -> Iterator[Batch]:
-    """Yield the batches; report each one when the next is requested."""
+    """Yield the batches; report each one when the next is requested.
+
+    Args:
+        batches: this rank's batches.
+        ranks: number of data-parallel ranks.
+        advance: called with the number of sequences of all ranks.
+        counts: its first element gets the number of targets added.
+    """
     for batch in batches:
         yield batch
+        counts[0] += (batch.targets_BT != IGNORE_INDEX).sum()
         advance(ranks * len(batch.tokens_BT))
 
 

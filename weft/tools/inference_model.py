@@ -6,6 +6,7 @@ B sequences, T tokens of a sequence, N positions with logits, D model width, V v
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from weft.checkpoint.load import load_checkpoint, load_frozen_params
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
-from weft.config.schema import Job, Section, replace
+from weft.config.schema import Job, LoraSection, Section, replace
 from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
+from weft.plan.matrices import list_matrices
 from weft.plan.model_config import NO_MTP, resolve_section
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
@@ -42,6 +44,7 @@ DEFAULT_SECTIONS = (
     "pipeline",
     "activation_checkpoint",
     "compile",
+    "optim",
     "resilience",
     "debug",
     "profile",
@@ -176,12 +179,18 @@ def plan_inference(
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         batch_size = detect_machine(job.run.model_copy(update=changes["run"])).world_size or size
         changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}
+    elif not job.data.has_preferences:
+        changes["train"] = {"objective": "next_token"}
     with errors.collect():
         if find_base_checkpoint(checkpoint) is None:  # no adapters
-            changes["lora"] = {"rank": 0}
+            changes["lora"] = LoraSection().model_dump()
     errors.raise_any()
     if getattr(checkpoint.config, "mtp_layers", 0):
         changes["model"] = NO_MTP  # they serve training
+        small = drop_mtp(checkpoint)
+        names = [matrix.name for matrix in list_matrices(small.config, small.family)]
+        patterns = [p for p in job.precision.float8_exclude if any(fnmatch.filter(names, p))]
+        changes["precision"] = {"float8_exclude": patterns}  # of layers that remain
     job = replace(job, **changes)
     return job, resolve(job, detect_machine(job.run))
 

@@ -302,13 +302,17 @@ class _Reader:
                 continue
             self._check_shape(name, tensor.shape)
             saved[name] = tensor.names[0]
-        if len({*saved.values()}) < len(saved) and not self.errors:
-            first, *rest = (
-                read_tensor(self.contents, n) for n in saved if "lm_head" in n or "embed" in n
-            )
-            if not all(first.equal(other) for other in rest):
+        tables = [name for name, ours in saved.items() if ours == "embed_tokens.weight"]
+        if self.is_tied and tables and not self.errors:
+            remedy = "train the adapter with ensure_weight_tying"
+            if len(tables) == 1:  # PEFT trained one use of the table, and left the other
+                rule = "replaces only one use of the table that the embedding and the head share"
+                self.errors.add(printable(tables[0]), rule, remedy)
+            elif not read_tensor(self.contents, tables[0]).equal(
+                read_tensor(self.contents, tables[1])
+            ):
                 rule = "differs from the embedding, with which it shares its table"
-                self.errors.add("lm_head", rule, "train the adapter with ensure_weight_tying")
+                self.errors.add("lm_head", rule, remedy)
         return saved
 
     def _find_rank(self, pairs: Sequence[Pair], has_embedding: bool) -> int:

@@ -45,7 +45,7 @@ from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
 from weft.train.environment import apply_environment
-from weft.train.loss import OBJECTIVES
+from weft.train.loss import OBJECTIVES, build_objective
 from weft.train.machine import detect_machine, is_launched_rank
 from weft.train.state import checkpoint_dir
 
@@ -280,7 +280,27 @@ def check_names(job: Job) -> ConfigErrors:
             lookup(value, table)
         except LookupError as error:
             errors.add(key, str(error), suggest(value, table), value=value)
+    if ":" in job.train.objective and "train.objective" not in [error.key for error in errors]:
+        _check_objective(errors, job)
     return errors
+
+
+def _check_objective(errors: ConfigErrors, job: Job) -> None:
+    """Check an objective of the user's, which need not be a function that works."""
+    key, on = "train.objective", "resilience.lighthouse"
+    try:
+        objective = build_objective(job.train.objective, job.train)
+        needs_references = objective.needs_references
+    except Exception as error:  # of any type, from the user's module
+        rule = f"does not return an Objective: {type(error).__name__}: {error}"
+        errors.add(key, rule, "return a weft.train.loss.Objective from it")
+        return
+    if needs_references and not job.data.has_preferences:
+        rule = "needs references, which only preference data have"
+        errors.add(key, rule, "use data.format=preferences", ("data.format",))
+    if needs_references and job.resilience.has_replica_groups:
+        rule = f"needs references, which replica groups ({on}) do not support"
+        errors.add(key, rule, f"use {on}=none", (on,))
 
 
 def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:

@@ -256,14 +256,15 @@ class Objective(NamedTuple):
     """An objective.
 
     Attributes:
-        counts: returns how much each sequence counts, (B,): its targets, or its pairs; 0
-            without targets.
+        counts: returns how much each sequence counts, (B,), integers or floats: its targets, or
+            its pairs; 0 without targets.
         losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target.
         metrics: names of the metrics; weft logs each as a mean over the counts.
         is_token_sum: True if a sequence's loss is the sum of its tokens' losses.  Only then can
             logits be computed for some tokens at a time.  Otherwise context-parallel ranks gather
             the losses of full sequences.
-        needs_references: True if batches need log-probabilities of the initial model.
+        needs_references: True if batches need log-probabilities of the initial model, which only
+            preference data have.
     """
 
     counts: Callable[[Batch], Tensor]

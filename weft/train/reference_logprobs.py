@@ -51,9 +51,8 @@ def with_references(
         CheckpointError: if the file is missing after step 0.
     """
     job = built.plan.job
-    content_key = [dataset.fingerprint, built.plan.seq_len, job.data.overlong]
-    name = f"references-{xxh3_64_hexdigest(repr(content_key).encode())}.npy"
-    file = built.plan.run_path / name
+    content_key = repr([dataset.fingerprint, built.plan.seq_len, job.data.overlong])
+    file = built.plan.run_path / f"references-{xxh3_64_hexdigest(content_key.encode())}.npy"
     sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
     lengths = [samples.num_pairs for samples in sources]
     # Rank 0 decides, because other ranks may not see the directory.

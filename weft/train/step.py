@@ -101,7 +101,7 @@ class TrainStep:
         self._ones = torch.ones(1 + num_later, device=device)
         tokens = plan.microbatch_size * plan.seq_len // plan.cp * (1 + num_later)
         vocab_size = len(chunk_range(plan.model.vocab_size, plan.tp, 0))  # the largest of all ranks
-        self._vocab_range = chunk_range(plan.model.vocab_size, plan.tp, mesh.coordinates["tp"])
+        self.vocab_range = chunk_range(plan.model.vocab_size, plan.tp, mesh.coordinates["tp"])
         self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)
         self._gathers_losses = plan.cp > 1 and not self.objective.is_token_sum
         can_fuse = family.enable_fused_loss is not None and self.objective.is_token_sum
@@ -110,7 +110,7 @@ class TrainStep:
         self.schedule: Any = None
         last_part: nn.Module | None = model_parts[-1]  # None without the last stage
         if plan.pipeline is not None:
-            width = plan.model.dim if fused_loss else len(self._vocab_range)
+            width = plan.model.dim if fused_loss else len(self.vocab_range)
             self.schedule = self._build_schedule(width)
             stages, last_stage = self._stages, len(plan.pipeline.stages) - 1
             last_part = model_parts[stages.index(last_stage)] if last_stage in stages else None
@@ -191,7 +191,7 @@ class TrainStep:
         num_sequences = sum(len(batch.tokens_BT) for batch in batches) * self.plan.dp_size
         sequences = torch.full_like(count[0], num_sequences)
         sum_over_replicas([count, sequences])
-        divisors = count.clamp(min=1)  # without targets, loss and gradients are zero
+        divisors = torch.where(count > 0, count, 1)  # without targets, loss and gradients are zero
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
         losses = self._compute_gradients(microbatches, sequences)
         if self.overflow is not None and self.overflow.occurred():
@@ -262,7 +262,8 @@ class TrainStep:
         for part in self.model_parts:
             part.train()
             reshard(part)
-        return (loss_and_count[0] / loss_and_count[1].clamp(min=1)).item()
+        count = loss_and_count[1]
+        return (loss_and_count[0] / torch.where(count > 0, count, 1)).item()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
         (model,) = self.model_parts
@@ -316,11 +317,11 @@ class TrainStep:
             has_target_BT = targets_BT != IGNORE_INDEX
             self.logits_at_targets.append((targets_BT[has_target_BT], logits_BTV[has_target_BT]))
         group = self.mesh.get_group("tp") if self.plan.tp > 1 else None
-        first, is_compiled = self._vocab_range.start, self.plan.is_compiled
+        first, is_compiled = self.vocab_range.start, self.plan.is_compiled
         return cross_entropy(logits_BTV, targets_BT, group, is_compiled, first)
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Return how much this rank's sequences count, together: int64 (1 + K,)."""
+        """Return how much this rank's sequences count, together, (1 + K,)."""
         shape = 1 + self._num_later, -1
         counts = [self.objective.counts(m.sequences).view(shape).sum(1) for m in microbatches]
         return _sum(counts) * self._owns_targets
