@@ -107,7 +107,7 @@ REASONING = """\
 TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL, "marked": MARKED}
 
 
-def message(role: str, content: str, **extra: Any) -> dict[str, Any]:
+def message(role: str, content: Any, **extra: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **extra}
 
 

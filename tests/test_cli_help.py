@@ -45,6 +45,9 @@ def test_help_key_has_values_default_and_names_elsewhere(
     text = " ".join(output(capsys, "help", "optim.lr").split())
     assert text.startswith("optim.lr peak learning rate Values: a number, above 0. Default: 0.0003")
     assert "--lr (Megatron-LM), learning_rate (Hugging Face)" in text
+    text = " ".join(output(capsys, "help", "model.num_experts", "optim.groups").split())
+    assert text.startswith("model.num_experts experts per layer;")
+    assert "Values: a list of tables with the fields params, lr_mult," in text
     text = " ".join(output(capsys, "help", "parallel.reshard_after_forward").split())
     assert "Values: " in text
     assert "any value" not in text

@@ -75,6 +75,17 @@ def test_epochs_and_steps_the_later_choice_replaces_the_earlier(tmp_path: Path) 
     assert Job().train.known_steps == 1000
 
 
+def test_data_mixture_and_path_the_later_choice_replaces_the_earlier(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "demo"\n[data.mixture]\n"a.txt" = 0.5\n"b.txt" = 0.5\n')
+    data = read(str(mine)).data
+    assert (data.path, data.sources) == (Job().data.path, ("a.txt", "b.txt"))
+    assert read("demo", ("data.mixture", "a.txt=1")).data.sources == ("a.txt",)
+    assert read(str(mine), ("data.path", "c.txt")).data.sources == ("c.txt",)
+    both = read("demo", ("data.path", "c.txt"), ("data.mixture", "a.txt=1"))
+    assert (both.data.path, both.data.sources) == ("c.txt", ("a.txt",))  # an error of the run
+
+
 def test_model_path_replaces_the_model_keys_of_the_recipe(tmp_path: Path) -> None:
     job = read("llama3-8b-lora", ("model.path", "mine"))
     assert job.model.model_dump() == Job().model.model_dump() | {"path": "mine"}

@@ -79,9 +79,12 @@ def test_train_whole_run_shows_records_and_can_be_used(
     (run_dir / "metrics.jsonl").unlink()
     half_deleted = run_dir / "checkpoints" / ".tmp-step-00000010-deleted"
     half_deleted.mkdir()  # by a process that was killed
-    second_run = run_weft(finished.command, tmp_path)
+    job = (run_dir / "job.toml").read_text()
+    changes = ["--train.steps", "10", "--optim.lr", "0.5"]  # nothing is trained with them
+    second_run = run_weft([*finished.command, *changes], tmp_path)
     assert (second_run.returncode, second_run.stderr) == (0, "")
     assert "is complete at step 20" in second_run.stdout
+    assert (run_dir / "job.toml").read_text() == job
     assert not half_deleted.exists()
 
     prompt = ["--prompt", "import ", "--max-tokens", "20"]

@@ -28,6 +28,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.chat import (
     ChatEncoder,
+    ChatTemplate,
     EncodedConversation,
     Example,
     InvalidConversation,
@@ -243,6 +244,26 @@ def test_chat_preferences_give_two_answers(line: dict[str, Any]) -> None:
     chosen, rejected = parse_line(json.dumps(line).encode(), True)
     assert chosen == Example([message("user", "a?"), message("assistant", "b")], None, 1)
     assert rejected == Example([message("user", "a?"), message("assistant", "c")], None, 1)
+
+
+def test_chat_parts_are_one_text_unless_the_template_reads_them(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    [example] = parse_line(
+        json.dumps({"messages": [message("user", parts), TURNS[1]]}).encode(), False
+    )
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+    reads = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    for source, expected in ((plain, "<user>one\ntwo"), (reads, "<user>onetwo")):
+        template = ChatTemplate({"default": source}, {}, "test")
+        assert template.render(example, 1, False) == expected
+    image = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
+    for content in (image, ["one"], [{"type": "text"}], {"type": "text", "text": "one"}):
+        line = json.dumps({"messages": [message("user", content), TURNS[1]]}).encode()
+        with pytest.raises(InvalidConversation, match="the content of message 1 is not text"):
+            parse_line(line, False)
 
 
 def test_chat_preferences_have_system_and_input() -> None:

@@ -120,7 +120,7 @@ def test_prepare_few_documents_leave_one_for_validation(count: int, tmp_path: Pa
     )
     assert second_run == store
     write_lines(tmp_path / "x.jsonl", ["alone"])
-    with pytest.raises(InvalidConfig, match="too little text"):
+    with pytest.raises(InvalidConfig, match="has one document, which is the validation set"):
         prepare_store(section(tmp_path / "x.jsonl"), tmp_path / "c")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.config.errors import InvalidConfig
 from weft.data.source import File, check_path, detect_source
 
 
@@ -12,6 +13,18 @@ def find_documents(path: str) -> tuple[File, ...]:
     source = detect_source(path)
     assert source.kind == "text"
     return source.files
+
+
+def test_source_directory_of_records_with_other_files_is_refused(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"part{number}.jsonl").write_text('{"text": "one line of many"}\n' * 20)
+    assert detect_source(str(tmp_path)).kind == "records"
+    (tmp_path / "MD5SUMS").write_text("0123  part0.jsonl\n")
+    with pytest.raises(InvalidConfig, match=r"holds 3 files of records, and others.*MD5SUMS"):
+        detect_source(str(tmp_path))
+    assert len(detect_source(f"{tmp_path}/**/*.jsonl").files) == 3
+    (tmp_path / "book.txt").write_text("text\n" * 1000)  # then it is a directory of text
+    assert detect_source(str(tmp_path)).kind == "text"
 
 
 def test_find_documents_walks_names_in_order_without_hidden_files(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from tests.harness import run_ranks
 from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
 from weft.cli.main import main
 from weft.cluster.rank_exit import log_path, read_error_reports, write_error
-from weft.cluster.start import describe_changes, last_logged_step, write_run_files
+from weft.cluster.run_files import write_run_files
+from weft.cluster.start import last_logged_step
 from weft.config.errors import WeftError
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
@@ -32,6 +33,7 @@ from weft.monitor.step_timer import StepTimer
 from weft.tools.report.page import REPORT_FILE
 from weft.tools.report.run_report import report_page
 from weft.tools.trials import measure_trial
+from weft.train.job_checks import describe_changes
 from weft.train.loop import train
 
 CASES = cases()

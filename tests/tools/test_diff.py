@@ -16,6 +16,7 @@ from tests.small import Overrides, small_job, train_rank
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.writer import to_toml
+from weft.monitor.event_log import note_event
 from weft.tools.diff import compare_runs
 from weft.train.setup import enable_determinism
 
@@ -144,6 +145,19 @@ def test_diff_without_statistics_prints_the_command_that_records_them(tmp_path: 
         f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.layer_stats_steps 21-30" in output
     )
     assert "  optim.lr: 0.0003 / 0.1" in output
+
+
+def test_diff_keys_that_changed_on_resume_are_named(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", {1: 5.0, 2: 4.0, 3: 3.0}, job="[optim]\nlr = 0.1\n")
+    b = make_run(tmp_path / "b", {1: 5.0, 2: 4.0, 3: 3.1}, job="[optim]\nlr = 0.2\n")
+    note_event(b, "change", 2, "optim.lr 0.1 -> 0.2")
+    output = str(compare_runs(a, b, 1e-4))
+    assert "  B changed after step 2: optim.lr 0.1 -> 0.2\n" in output
+    assert "with the values before" not in output
+    note_event(b, "change", 3, "optim.lr 0.2 -> 0.2")
+    output = str(compare_runs(a, b, 1e-4))
+    command = f"  weft train {b}/job.toml"
+    assert f"  with the values before the change after step 3:\n{command}" in output
 
 
 def test_diff_rounding_is_distinguished_from_a_difference(tmp_path: Path) -> None:

@@ -96,5 +96,8 @@ def test_evaluate_command_prints_loss_and_refuses_mistakes(
     assert numbers["tokens"] == 2 * 4 * 32
     assert main([*words, "--train.steps", "3", "--task", "nowhere.yaml"]) == 2
     output = capsys.readouterr().err
+    assert main([*words, "--data.validation_fraction", "0.4"]) == 2
+    message = 'data.validation_fraction="0.4" changes the validation set'
+    assert message in capsys.readouterr().err
     assert "--task" in output
     assert "train.steps" in output

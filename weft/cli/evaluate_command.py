@@ -22,6 +22,16 @@ from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import positive
 from weft.config.errors import ConfigError, InvalidConfig
 
+# Keys that decide which tokens are in the validation set.
+SPLIT_KEYS = (
+    "data.text_field",
+    "data.format",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.validation_fraction",
+    "data.invalid_utf8",
+)
+
 
 def add_evaluate(commands: Commands) -> None:
     """Add ``weft evaluate``."""
@@ -31,6 +41,13 @@ def add_evaluate(commands: Commands) -> None:
     add("--task", action="append", default=[], type=Path, metavar="FILE", help=text)
     add("--batch", type=positive, default=8, help="task batch size, in sequences (default: 8)")
     add("--json", action="store_true", help="print one JSON object per line instead")
+
+
+def _check_split(overrides: list[tuple[str, str]]) -> list[ConfigError]:
+    """Refuse keys with which the validation set has text that the run was trained on."""
+    rule = "changes the validation set, so that the run was trained on a part of it"
+    remedy = "leave it out, or set data.path"
+    return [ConfigError(name, x, rule, remedy) for name, x in overrides if name in SPLIT_KEYS]
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
@@ -65,11 +82,12 @@ def run_evaluate(options: argparse.Namespace) -> int:
     if not tasks:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
         allowed += ["train.eval_sequences"]
+    keys = {name for name, _ in options.overrides}
+    is_own_data = not keys & {"data.path", "data.mixture"}
+    errors += _check_split(options.overrides) if is_own_data else []
     job, plan = plan_inference(
         checkpoint, options.overrides, errors, allowed, for_generation=bool(options.task)
     )
-    keys = {name for name, _ in options.overrides}
-    is_own_data = not keys & {"data.path", "data.mixture"}
     sequences = job.train.eval_sequences if "train.eval_sequences" in keys else ALL_SEQUENCES
     # One process prepares the data, so that one reports mistakes.
     if not tasks and plan.world_size > 1 and not is_launched_rank():

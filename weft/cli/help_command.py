@@ -9,6 +9,8 @@ import shutil
 import textwrap
 from typing import Any
 
+from pydantic import BaseModel
+
 from weft.cli.command_parser import CommandParser, Commands, add_command
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.peer_names import PROJECTS, load_peer_names
@@ -39,6 +41,8 @@ def run_help(options: argparse.Namespace) -> None:
     for topic in topics:
         if topic in keys():
             print(describe_key(topic))
+        elif topic in _model_keys():
+            print(describe_key(topic, _model_keys()[topic]))
         elif topic == "keys" or topic in SECTIONS:
             print(list_keys("" if topic == "keys" else topic))
         else:
@@ -80,11 +84,22 @@ def _indents(first: str, rest: str) -> dict[str, Any]:
     return {"initial_indent": first, "subsequent_indent": rest, "break_long_words": False}
 
 
-def describe_key(name: str) -> str:
+def _model_keys() -> dict[str, type[BaseModel]]:
+    """Return the keys of the model families that weft configures, with their class."""
+    from weft.models.decoder_config import DecoderConfig  # imports torch
+
+    return {f"model.{field}": DecoderConfig for field in DecoderConfig.model_fields}
+
+
+def describe_key(name: str, kind: type[BaseModel] | None = None) -> str:
     """Return meaning, values and default of a key, and its names in other projects."""
     section, _, key = name.partition(".")
-    field = SECTIONS[section].model_fields[key]
-    entry = SECTIONS[section].model_json_schema()["properties"][key]
+    kind = kind or SECTIONS[section]
+    schema, field = kind.model_json_schema(), kind.model_fields[key]
+    entry = schema["properties"][key]
+    if "$ref" in (item := entry.get("items", {})):
+        fields = schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"]
+        entry = {"const": f"a list of tables with the fields {', '.join(fields)}"}
     width = shutil.get_terminal_size((100, 24)).columns
     text = [f"{field.description}"]
     text.append(f"Values: {describe_values(entry)}. Default: {json.dumps(field.default)}.")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from math import nan
@@ -21,12 +21,9 @@ from rich.console import Console
 
 import weft
 from weft.checkpoint.manifest import (
-    CheckpointError,
     list_checkpoints,
-    read_manifest,
 )
 from weft.checkpoint.rollback import drop_later_checkpoints
-from weft.checkpoint.storage import remove
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch
@@ -41,21 +38,19 @@ from weft.cluster.rank_exit import (
 )
 from weft.cluster.requeue import record_final_failure, record_start
 from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
+from weft.cluster.run_files import intact_checkpoint_step, write_run_files
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import replace_bytes, replace_text
+from weft.config.files import replace_bytes
 from weft.config.formatting import display_path, format_count
-from weft.config.locks import lock_directory, unwritable_error
+from weft.config.locks import lock_directory
 from weft.config.schema import Job
-from weft.config.writer import to_toml
 from weft.data.dataset import Dataset
-from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.inspect import describe_packing
 from weft.data.loader import build_mixture
 from weft.data.source import STDLIB, STORIES
-from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import has_excess_padding
-from weft.estimate.memory_check import RunPrediction, predict_run, save_prediction
+from weft.estimate.memory_check import RunPrediction, predict_run
 from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import read_tail
@@ -74,7 +69,7 @@ from weft.tools.report.run_report import (
     report_page,
     unwritten_message,
 )
-from weft.train.job_checks import describe_changes, plan_with_data
+from weft.train.job_checks import plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings
 from weft.train.state import checkpoint_dir
@@ -133,8 +128,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         create_checkpoint_dir(home, console.print)
         plan = import_source(plan, source, console)
         job = plan.job
-        changes = describe_changes(run_dir, job)
-        write_run_files(plan, base, recipe, dataset, prediction)
+        changes = write_run_files(plan, base, recipe, dataset, prediction)
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
         record_start(run_dir, step)
@@ -333,36 +327,6 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
     return 0 if is_complete else REQUEUE
 
 
-def write_run_files(
-    plan: Plan, base: Job, recipe: str, dataset: Dataset, prediction: RunPrediction | None
-) -> None:
-    """Write a run's job, tokenizer and prediction, and finish interrupted deletions."""
-    job, run_dir = plan.job, plan.run_path
-    path = run_dir / "job.toml"
-    try:
-        # A run that is started from its own job.toml keeps the differences recorded there.
-        is_own_recipe = Path(recipe).exists() and path.exists() and path.samefile(recipe)
-        if job != base or not is_own_recipe:
-            replace_text(path, to_toml(job, recipe, base))
-        tokenizer = (dataset.path / "tokenizer.json").read_text("utf-8")
-        replace_text(run_dir / "tokenizer.json", tokenizer)
-        has_text = any(source.store.manifest.kind == "text" for source in dataset.sources)
-        # Otherwise the imported model's own tokenizer decides.
-        starts = has_text and not (run_dir / IMPORTED_DIR).is_dir()
-        replace_text(run_dir / RECORD_FILE, format_record(dataset.separator, starts))
-        for source in dataset.sources:
-            for name in (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
-                if (file := source.store.path / name).is_file():
-                    replace_text(run_dir / name, file.read_text("utf-8"))
-        save_prediction(prediction, run_dir)
-        # Of a process that was killed after the last save.
-        for leftover in checkpoint_dir(job.checkpoint, run_dir).glob(".tmp-step-*-deleted"):
-            with suppress(FileNotFoundError):  # another node deletes it, too
-                remove(leftover)
-    except OSError as error:
-        raise unwritable_error(run_dir, error) from error
-
-
 # --------------------------------------------------------------------------- printed output
 
 
@@ -428,9 +392,10 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
     losses = run.column("loss")[np.isfinite(run.column("loss"))]
     newest = losses[-20:] if len(losses) else np.array([nan])
     is_next_token = plan.objective == "next_token"
+    num_steps = max(plan.num_steps, int(run.last("step") or 0))  # complete before this start
     unit = "in nats per token" if is_next_token else f"of {plan.objective}"
     lines = [
-        f"\ntrained {plan.num_steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
+        f"\ntrained {num_steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
         f"{format_duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
         f"  train      {newest.mean():.3f}   mean of the last {len(newest)} records",
     ]
@@ -471,14 +436,6 @@ def last_logged_step(run_dir: Path) -> int:
     """Return the step of the last record; 0 if there is none."""
     last = read_tail(run_dir / "metrics.jsonl").last
     return 0 if last is None else int(last["step"])
-
-
-def intact_checkpoint_step(newest: list[Path]) -> int:
-    """Return the step of the newest checkpoint; 0: none, or a damaged manifest."""
-    try:
-        return int(read_manifest(newest[0])["step"]) if newest else 0
-    except CheckpointError:
-        return 0  # the ranks report the damage when they load it
 
 
 def print_restart(failure: Failure, home: Path, run_dir: Path) -> None:

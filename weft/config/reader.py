@@ -98,18 +98,24 @@ def read_job(
 def _drop_replaced(tree: Tree, chosen: Mapping[str, object]) -> None:
     """Remove the keys of ``tree`` that keys chosen later take the place of.
 
-    Those are ``train.epochs`` and ``train.steps``, and ``model.path`` and the other model keys.
+    Those are ``train.epochs`` and ``train.steps``, ``data.mixture`` and ``data.path``, and
+    ``model.path`` and the other model keys.
     """
     model = [name for name in chosen if name.startswith("model.") and name != "model.path"]
-    for first, others in (("train.steps", ["train.epochs"]), ("model.path", model)):
+    for first, others in (
+        ("train.steps", ["train.epochs"]),
+        ("data.path", ["data.mixture"]),
+        ("model.path", model),
+    ):
         is_first = chosen.get(first, "auto") not in ("auto", "")
-        is_other = any(chosen.get(name, 0) not in (0, "0") for name in others)
+        is_other = any(chosen.get(name, 0) not in (0, "0", "", "{}", {}) for name in others)
         section, _, last = first.partition(".")
         values = tree.get(section, {})
         if is_other and not is_first:
             values.pop(last, None)
         elif is_first and not is_other:
-            for key in ["epochs"] if last == "steps" else [k for k in values if k != last]:
+            replaced = {"train": ["epochs"], "data": ["mixture"]}
+            for key in replaced.get(section, [key for key in values if key != last]):
                 values.pop(key, None)
 
 

@@ -193,12 +193,26 @@ def _validate_messages(messages: Any, loss_start: int) -> list[Message]:
             )
         if content is None and not message.get("tool_calls"):
             raise InvalidConversation(f"message {number} has no content")
-        if not isinstance(content, str | list | None):
+        is_parts = isinstance(content, list) and all(map(_is_text, content))
+        if not (is_parts or isinstance(content, str | None)):
             raise InvalidConversation(f"the content of message {number} is not text")
         validated.append(_normalize_reasoning(message))
     if not any(message["role"] == "assistant" for message in validated[loss_start:]):
         raise InvalidConversation("has no assistant turn to train on")
     return validated
+
+
+def _is_text(part: Any) -> bool:
+    """Return True for a part of a content that is text, not an image."""
+    is_part = isinstance(part, dict) and part.get("type") == "text"
+    return is_part and isinstance(part.get("text"), str)
+
+
+def _join_parts(message: Message) -> Message:
+    """Return a message with one text for parts, as vLLM joins them."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
 def _normalize_reasoning(message: Message) -> Message:
@@ -227,11 +241,25 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     path: str
     _compiled: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    _reads_parts: dict[str, bool] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         self._compiled.update(
             {name: _compile_template(text) for name, text in self.sources.items()}
         )
+        self._reads_parts.update({name: self._try_parts(name) for name in self.sources})
+
+    def _try_parts(self, name: str) -> bool:
+        """Return True if a template prints the texts of parts, not a Python list."""
+        content = [{"type": "text", "text": "weft"}]
+        messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+        try:
+            text: str = self._compiled[name].render(
+                messages=messages, tools=None, add_generation_prompt=False, **self.special_tokens
+            )
+        except Exception:  # any type, of the template
+            return False
+        return "weft" in text and "'weft'" not in text and '"weft"' not in text
 
     def render(self, example: Example, num_messages: int, add_generation_prompt: bool) -> str:
         """Render the first messages, with markers around generation blocks.
@@ -244,9 +272,12 @@ class ChatTemplate:
         Raises:
             InvalidConversation: the template raises an error.
         """
+        name, messages = self._template_name(example), example.messages[:num_messages]
+        if not self._reads_parts[name]:
+            messages = [_join_parts(message) for message in messages]
         try:
-            text: str = self._compiled[self._template_name(example)].render(
-                messages=example.messages[:num_messages],
+            text: str = self._compiled[name].render(
+                messages=messages,
                 tools=example.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,

@@ -214,6 +214,10 @@ def read_record_corpus(
         lambda: _scan_fragments(fragments, reader, section.path, advance, num_processes),
     )
     if not any(scan.total(0)[0] for scan in corpus.scans):
+        if sum(scan.total(1)[0] for scan in corpus.scans) == 1:
+            rule = "has one document, which is the validation set, so none is left for training"
+            remedy = "split it into several, or give its text as a .txt file, which weft splits"
+            raise path_error(section.path, rule, remedy)
         rule = f"has too little text ({corpus.text_bytes} bytes)"
         raise insufficient_data_error(section, rule, has_train=False)
     skip_counts = corpus.skip_counts

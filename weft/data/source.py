@@ -191,7 +191,9 @@ def _detect_local(path: str) -> SourceRef:
         if root.is_dir():
             if _is_saved_dataset(root):
                 return SourceRef("saved")
-            return _classify_files(_sort_files(root, _walk_files(root)), explicit=False)
+            source = _classify_files(_sort_files(root, _walk_files(root)), explicit=False)
+            _refuse_mixed(path, source)
+            return source
         if root.is_file():
             return _classify_files(_sort_files(root.parent, [root]), explicit=True)
         if is_glob(path) and (matches := _glob_files(root)):
@@ -226,6 +228,22 @@ def _classify_files(files: Sequence[File], explicit: bool) -> SourceRef:
     if not kinds or None in kinds or ("tokens" in kinds and len(kinds) > 1):
         return SourceRef("text", tuple(files))
     return SourceRef("tokens" if kinds == {"tokens"} else "records", tuple(data_files))
+
+
+def _refuse_mixed(path: str, source: SourceRef) -> None:
+    """Refuse records that are read as text because of a few other files."""
+    if source.kind != "text":
+        return
+    others = [f for f in source.files if not is_metadata_file(f.name)]
+    records = [f for f in others if detect_format(f.name, False) not in (None, "tokens")]
+    others = [file for file in others if file not in records]
+    if sum(file.size_bytes for file in records) > sum(file.size_bytes for file in others):
+        rule = (
+            f"holds {len(records)} files of records, and others, with which weft would read all "
+            f"of them as text: {truncate_list([file.name for file in others])}"
+        )
+        suffix = Path(records[0].name).suffix
+        raise path_error(path, rule, f"remove these, or use a glob such as '{path}/**/*{suffix}'")
 
 
 def _check_files(path: str, files: Sequence[File]) -> None:

@@ -17,6 +17,7 @@ from weft.monitor.log_buffer import LogBuffer
 
 Kind = Literal[
     "start",
+    "change",
     "checkpoint",
     "evaluation",
     "generation",

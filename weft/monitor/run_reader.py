@@ -46,7 +46,7 @@ SILENCE_SECONDS = 60.0
 SYSTEM_FILE = "system.jsonl"  # of `weft.monitor.system_sampler`
 
 # Kinds of expected events, of events that end a run, and of generated text.
-ROUTINE_KINDS = {"start", "checkpoint", "evaluation", "stop", "end"}
+ROUTINE_KINDS = {"start", "change", "checkpoint", "evaluation", "stop", "end"}
 FAILURE_KINDS = {"failure", "hang"}
 TEXT_KIND = "generation"
 

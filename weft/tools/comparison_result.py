@@ -171,7 +171,7 @@ class ComparisonSummary:
     def _format_changes(self) -> list[str]:
         lines = []
         for v, variant in enumerate(self._variants):
-            if v != self._base:
+            if v != self._base and variant.plan is not None:
                 keys = [
                     f"{key} {_truncate(before)} -> {_truncate(after)}"
                     for key, (before, after) in self._changed_keys(variant).items()

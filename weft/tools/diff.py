@@ -26,7 +26,7 @@ from weft.config.schema import Job, difference
 from weft.monitor.jsonl_reader import is_number, read_records
 from weft.monitor.layer_comparison import read_statistics, safe_ratio
 from weft.monitor.layer_stats import computation_order
-from weft.monitor.run_reader import read_run_job
+from weft.monitor.run_reader import RunEvent, RunReader, read_run_job
 from weft.train.state import checkpoint_dir
 
 RECORD_FIELDS = {"loss": "the loss", "grad_norm": "the gradient norm; the loss matches"}
@@ -215,7 +215,17 @@ def _format_changes(jobs: Sequence[Job], runs: Sequence[Path]) -> list[str]:
         values = [environment.get(name) for environment in environments]
         if values[0] != values[1]:
             changed[name] = (values[0], values[1])
-    return [f"{n}: {_format_value(a)} / {_format_value(b)}" for n, (a, b) in changed.items()]
+    lines = [f"{n}: {_format_value(a)} / {_format_value(b)}" for n, (a, b) in changed.items()]
+    for name, run in zip("AB", runs, strict=True):
+        lines += [
+            f"{name} changed after step {event.step}: {event.text}" for event in _changes(run)
+        ]
+    return lines
+
+
+def _changes(run: Path) -> list[RunEvent]:
+    """Return the events of changed keys; ``job.toml`` has those of the last start."""
+    return [event for event in RunReader(run).read_events() if event.kind == "change"]
 
 
 def _format_value(value: Any) -> str:
@@ -237,6 +247,9 @@ def _advice(
     lines = ["to find the layer, run both again with statistics of that step:"]
     for run, job in zip(runs, jobs, strict=True):
         recipe, again = shlex.quote(str(run / "job.toml")), shlex.quote(f"{run}-again")
+        later = [event for event in _changes(run) if event.step >= part.step]
+        if later:
+            lines.append(f"  with the values before the change after step {later[0].step}:")
         lines.append(
             f"  weft train {recipe} --run.dir {again} --debug.layer_stats_steps {step_range}"
         )

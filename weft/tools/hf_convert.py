@@ -310,7 +310,7 @@ def read_json_object(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
         return parse_json(read_small_file(path))
     except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
-        errors.add(path.name, str(error), remedy or "download it again")
+        errors.add(path.name, f"{error} ({path.parent})", remedy or "download it again")
         return None
 
 

@@ -522,4 +522,7 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
         write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter
     dropped = format_dropped_mtp(checkpoint.config)
     size = f"{len(weights)} adapter tensors, {num_bytes:,} bytes"
-    return f"{out}: {size}, from {checkpoint.path}{dropped}"
+    hint = ""
+    if (Path(config["base_model_name_or_path"] or "") / "job.toml").is_file():
+        hint = "; PEFT cannot read their base, a run: export it, too, and give PEFT that directory"
+    return f"{out}: {size}, from {checkpoint.path}{dropped}{hint}"

@@ -50,8 +50,7 @@ def with_references(
     Raises:
         CheckpointError: if the file is missing after step 0.
     """
-    job = built.plan.job
-    content_key = repr([dataset.fingerprint, built.plan.seq_len, job.data.overlong])
+    content_key = repr([dataset.fingerprint, built.plan.seq_len, built.plan.job.data.overlong])
     file = built.plan.run_path / f"references-{xxh3_64_hexdigest(content_key.encode())}.npy"
     sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
     lengths = [samples.num_pairs for samples in sources]

@@ -132,7 +132,7 @@ def open_run(
         profiler = stack.enter_context(Profiler(plan, rank.device, log))
         blocks = plan.family.blocks
 
-        if is_first:
+        if is_first and state.step < plan.num_steps:
             warnings = (*plan.warnings, *epoch_warnings(plan, dataset, mixtures["train"]))
             with tolerate(run_dir / "plan.json", log):
                 write_plan(run_dir, replace(plan, warnings=warnings))

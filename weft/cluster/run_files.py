@@ -1,0 +1,71 @@
+"""Write the files of a run directory before its ranks start."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
+from weft.checkpoint.storage import remove
+from weft.config.files import replace_text
+from weft.config.locks import unwritable_error
+from weft.config.schema import Job
+from weft.config.writer import to_toml
+from weft.data.dataset import Dataset
+from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
+from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from weft.estimate.memory_check import RunPrediction, save_prediction
+from weft.monitor.event_log import note_event
+from weft.plan.plan import Plan
+from weft.train.job_checks import describe_changes
+from weft.train.state import checkpoint_dir
+
+
+def write_run_files(
+    plan: Plan, base: Job, recipe: str, dataset: Dataset, prediction: RunPrediction | None
+) -> str:
+    """Write a run's job, tokenizer and prediction, and finish interrupted deletions.
+
+    The files of a complete run stay as they are: they say what it was trained with.
+
+    Returns:
+        The keys that changed since the last start: see `describe_changes`.
+    """
+    job, run_dir = plan.job, plan.run_path
+    path, home = run_dir / "job.toml", checkpoint_dir(job.checkpoint, run_dir)
+    step = intact_checkpoint_step(list_checkpoints(home)[-1:])
+    try:
+        # Of a process that was killed after the last save.
+        for leftover in home.glob(".tmp-step-*-deleted"):
+            with suppress(FileNotFoundError):  # another node deletes it, too
+                remove(leftover)
+        if path.exists() and step >= plan.num_steps:
+            return ""
+        if changes := describe_changes(run_dir, job):
+            note_event(run_dir, "change", step, changes.removeprefix("; "))
+        # A run that is started from its own job.toml keeps the differences recorded there.
+        is_own_recipe = Path(recipe).exists() and path.exists() and path.samefile(recipe)
+        if job != base or not is_own_recipe:
+            replace_text(path, to_toml(job, recipe, base))
+        tokenizer = (dataset.path / "tokenizer.json").read_text("utf-8")
+        replace_text(run_dir / "tokenizer.json", tokenizer)
+        has_text = any(source.store.manifest.kind == "text" for source in dataset.sources)
+        # Otherwise the imported model's own tokenizer decides.
+        starts = has_text and not (run_dir / IMPORTED_DIR).is_dir()
+        replace_text(run_dir / RECORD_FILE, format_record(dataset.separator, starts))
+        for source in dataset.sources:
+            for name in (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
+                if (file := source.store.path / name).is_file():
+                    replace_text(run_dir / name, file.read_text("utf-8"))
+        save_prediction(prediction, run_dir)
+    except OSError as error:
+        raise unwritable_error(run_dir, error) from error
+    return changes
+
+
+def intact_checkpoint_step(newest: list[Path]) -> int:
+    """Return the step of the newest checkpoint; 0: none, or a damaged manifest."""
+    try:
+        return int(read_manifest(newest[0])["step"]) if newest else 0
+    except CheckpointError:
+        return 0  # the ranks report the damage when they load it
