@@ -101,8 +101,11 @@ def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
     }
 
 
-def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """Return number and bytes of collectives: ``{"all_gather tp": (20, 81920)}``."""
+def traffic(op_trace: OpTrace, mesh: Mesh, has_axes: bool = False) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of collectives: ``{"all_gather tp": (20, 81920)}``.
+
+    Real ranks have one group for all axes with all ranks, called "all" unless ``has_axes``.
+    """
     groups = find_comm_groups(op_trace, mesh)
     results: dict[str, tuple[int, int]] = {}
     for event in op_trace.events:
@@ -111,7 +114,9 @@ def traffic(op_trace: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
         size = collective_bytes(event.call)
         if event.call.name in ("send", "recv") and size == GREETING:
             continue
-        key = f"{event.call.name} {groups[event.call.group].axis}"
+        group = groups[event.call.group]
+        axis = group.axis if has_axes or group.num_ranks < dist.get_world_size() else "all"
+        key = f"{event.call.name} {axis}"
         number, total = results.get(key, (0, 0))
         results[key] = number + 1, total + size
     return results
@@ -156,6 +161,22 @@ def fake_ranks(layouts: list[str], ranks: int) -> StepRecords:
         with fake_world(rank, ranks) as mode:
             results[layout] = step_record(layout, mode)
     return results
+
+
+def test_trace_axes_with_all_ranks_are_distinguished() -> None:
+    """FSDP is not counted as an exchange of tokens, or of keys, that has the same ranks."""
+    for layout, method in (
+        ("dp_shard2 ep=2 model.kind=moe model.preset=toy-moe", "all_to_all ep"),
+        ("cp2 cp_method=ulysses", "all_to_all cp"),
+    ):
+        with fake_world(0, 2) as mode:
+            plan = plan_here(small_job(*small(layout)))
+            built, plan = build_fake(plan, mode)
+            op_trace = record_step(built, plan, mode)
+            found = traffic(op_trace, built.mesh, has_axes=True)
+        assert {method, "all_gather dp_shard", "reduce_scatter dp_shard"} <= found.keys()
+        axis = method.split()[1]
+        assert not {f"all_gather {axis}", f"reduce_scatter {axis}"} & found.keys()
 
 
 def layouts_of_size(ranks: int) -> list[str]:
