@@ -20,9 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from weft.checkpoint.manifest import (
-    list_checkpoints,
-)
+from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight

@@ -55,7 +55,7 @@ from weft.data.token_store import (
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
 UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split
-LAYOUT_VERSION = 2  # of the files of a store; part of its cache key
+LAYOUT_VERSION = 3  # of a store's files, and of how lines are read; part of its cache key
 
 
 @dataclass(frozen=True)
