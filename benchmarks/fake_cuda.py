@@ -120,7 +120,8 @@ the table ({date}, PyTorch {torch}); `benchmarks/fake_cuda.json` has all counts.
 
 - *Microbatches*: at most two, or one for each pipeline rank; a step of more repeats them.
 - *Collectives* by mesh axis, *matmuls* by dtype, and *attention* by kernel: of
-  all microbatches.
+  all microbatches. Axes that have all ranks share one group, which has the name of the last one:
+  with `ep` over all ranks, FSDP's collectives are there, too.
 - *Graphs*: the operators of each graph that torch.compile captures. All blocks share the graphs.
   *Captured operators* run in them, *eager operators* one by one; both counts are of the whole
   step, before fusion.

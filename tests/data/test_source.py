@@ -20,7 +20,7 @@ def test_source_directory_of_records_with_other_files_is_refused(tmp_path: Path)
         (tmp_path / f"part{number}.jsonl").write_text('{"text": "one line of many"}\n' * 20)
     assert detect_source(str(tmp_path)).kind == "records"
     (tmp_path / "MD5SUMS").write_text("0123  part0.jsonl\n")
-    with pytest.raises(InvalidConfig, match=r"holds 3 files of records, and others.*MD5SUMS"):
+    with pytest.raises(InvalidConfig, match=r"has 3 files of records beside other files.*MD5SUMS"):
         detect_source(str(tmp_path))
     assert len(detect_source(f"{tmp_path}/**/*.jsonl").files) == 3
     (tmp_path / "book.txt").write_text("text\n" * 1000)  # then it is a directory of text

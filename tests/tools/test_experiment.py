@@ -293,7 +293,7 @@ def test_compare_one_run_each_gives_no_verdict(first_comparison: dict[str, Any])
     assert first_comparison["status"] == 0
     (sentence,) = result["verdict"]
     assert sentence.startswith("one run each: seed's was ")
-    assert "one pair claims nothing" in sentence
+    assert "one pair proves nothing" in sentence
     assert "one pair: no verdict" in sentence
     (comparison,) = result["comparisons"]
     assert comparison["speed"]["interval"] is comparison["loss"]["interval"] is None

@@ -234,16 +234,16 @@ def _refuse_mixed(path: str, source: SourceRef) -> None:
     """Refuse records that are read as text because of a few other files."""
     if source.kind != "text":
         return
-    others = [f for f in source.files if not is_metadata_file(f.name)]
-    records = [f for f in others if detect_format(f.name, False) not in (None, "tokens")]
-    others = [file for file in others if file not in records]
+    files = [file for file in source.files if not is_metadata_file(file.name)]
+    records = [file for file in files if detect_format(file.name, False) not in (None, "tokens")]
+    others = [file for file in files if file not in records]
     if sum(file.size_bytes for file in records) > sum(file.size_bytes for file in others):
         rule = (
-            f"holds {len(records)} files of records, and others, with which weft would read all "
-            f"of them as text: {truncate_list([file.name for file in others])}"
+            f"has {len(records)} files of records beside other files, so weft would read all "
+            f"as text; the others are {truncate_list([file.name for file in others])}"
         )
         suffix = Path(records[0].name).suffix
-        raise path_error(path, rule, f"remove these, or use a glob such as '{path}/**/*{suffix}'")
+        raise path_error(path, rule, f"move these, or use a glob such as '{path}/**/*{suffix}'")
 
 
 def _check_files(path: str, files: Sequence[File]) -> None:

@@ -53,7 +53,7 @@ from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import context_parallel
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
-from weft.parallel.private import get_group_ranks
+from weft.parallel.private import create_group, get_group_ranks
 from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
@@ -101,8 +101,19 @@ def build_fake(plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]:
         with mode:
             real(*args)
 
-    with patch.object(setup, "allocate", allocate), patch.object(setup, "init_params", _skip_init):
+    with (
+        patch.object(setup, "allocate", allocate),
+        patch.object(setup, "init_params", _skip_init),
+        patch("weft.parallel.mesh.create_group", _create_group),
+    ):
         return build(plan, rank), plan
+
+
+def _create_group(device: str, rows: Tensor, name: str) -> Any:
+    """Create a group for each axis; real axes with all ranks share the world's group."""
+    if rows.shape[1] == dist.get_world_size():
+        return dist.new_group(rows[0].tolist(), use_local_synchronization=True, group_desc=name)
+    return create_group(device, rows, name)
 
 
 def _skip_init(*args: Any) -> None:

@@ -309,7 +309,7 @@ def speed_sentence(
         change = math.expm1(claim.differences[0])
         return (
             f"one run each: {name}'s was {percent(change)} {_direction(change)} than "
-            f"{baseline}'s{unit}{steps}; one pair claims nothing, "
+            f"{baseline}'s{unit}{steps}; one pair proves nothing, "
             "--repeat 3 or more gives an interval"
         )
     interval = claim.interval

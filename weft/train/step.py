@@ -191,7 +191,7 @@ class TrainStep:
         num_sequences = sum(len(batch.tokens_BT) for batch in batches) * self.plan.dp_size
         sequences = torch.full_like(count[0], num_sequences)
         sum_over_replicas([count, sequences])
-        divisors = torch.where(count > 0, count, 1)  # without targets, loss and gradients are zero
+        divisors = count + (count == 0)  # without targets, loss and gradients are zero
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
         losses = self._compute_gradients(microbatches, sequences)
         if self.overflow is not None and self.overflow.occurred():
@@ -263,7 +263,7 @@ class TrainStep:
             part.train()
             reshard(part)
         count = loss_and_count[1]
-        return (loss_and_count[0] / torch.where(count > 0, count, 1)).item()
+        return (loss_and_count[0] / (count + (count == 0))).item()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
         (model,) = self.model_parts
