@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all mutation-score test-unit test-ranks test-system check format schema messages docs gpu wheels clean
+.PHONY: install demo test test-all mutation-score test-unit test-ranks test-system check format schema docs gpu wheels clean
 
 install: $(VENV)/installed
 
@@ -60,9 +60,6 @@ format: install
 
 schema: install
 	$(VENV)/bin/weft schema > weft/recipes/recipe.schema.json
-
-messages: install
-	$(VENV)/bin/python -m tests.test_messages
 
 # -E -a: every page again, because code makes some of them.
 docs: install

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests import pages
-from tests.lines import core_modules, lines_of_code, lines_of_packages
 from weft.cli.main import build_parser, main
 from weft.config.reader import read_job, recipe_names
 
@@ -78,22 +77,6 @@ def test_links_of_pages_have_targets(page: str) -> None:
             heads = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
             known = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert anchor.removeprefix("#") in known, f"{target}{anchor}"
-
-
-def test_readme_line_counts_are_true() -> None:
-    match = re.search(
-        r"weft is ([\d,]+) lines of Python, ([\d,]+) without docstrings\. "
-        r"([\d,]+) and ([\d,]+) of them",
-        README,
-    )
-    assert match is not None
-    full, code, of_core, core_code = (int(number.replace(",", "")) for number in match.groups())
-    assert lines_of_packages(docstrings=True).total() == pytest.approx(full, rel=0.02)
-    assert lines_of_packages().total() == pytest.approx(code, rel=0.02)
-    files = list(core_modules().values())
-    documented = sum(lines_of_code(path, docstrings=True) for path in files)
-    assert documented == pytest.approx(of_core, rel=0.03)
-    assert sum(map(lines_of_code, files)) == pytest.approx(core_code, rel=0.03)
 
 
 @pytest.mark.slow
