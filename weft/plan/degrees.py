@@ -9,6 +9,9 @@ from weft.config.errors import ConfigErrors
 from weft.config.schema import ParallelSection
 from weft.plan.placement import AXES, DEGREE_KEYS
 
+# In remedies: the number of ranks, on one node or on several.
+NPROC, RANKS = "run.nproc_per_node=", "run.nodes times run.nproc_per_node = "
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -49,7 +52,7 @@ class ParallelDims:
 
 
 def resolve_degrees(
-    errors: ConfigErrors, parallel: ParallelSection, world_size: int
+    errors: ConfigErrors, parallel: ParallelSection, world_size: int, num_nodes: int = 1
 ) -> ParallelDims:
     """Return the degrees; ``dp_shard = "fit"`` takes all remaining ranks.
 
@@ -68,7 +71,7 @@ def resolve_degrees(
         others = " and ".join(f"{other}={n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
         valid = format_choices(divisors(world_size)) if not others else ""
-        ranks = f"run.nproc_per_node={unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
+        ranks = format_ranks([unit], num_nodes) + (f" or a multiple of {unit}" if unit > 1 else "")
         remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
         rule = f"{times}does not divide the {world_size} ranks"
         errors.add(f"parallel.{name}", rule, remedy, depends)
@@ -76,7 +79,7 @@ def resolve_degrees(
         valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
         others = ", ".join(f"{other}={n}" for other, n in above_one.items())
         rule = f"times {others} " * bool(others) + f"is not equal to the {world_size} ranks"
-        remedy = f"{valid}, or run.nproc_per_node={unit * dp_shard}"
+        remedy = f"{valid}, or {format_ranks([unit * dp_shard], num_nodes)}"
         errors.add("parallel.dp_shard", rule, remedy, depends)
     mesh = parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp
     return ParallelDims(*mesh, parallel.ep, parallel.has_whole_experts)
@@ -93,6 +96,11 @@ def nearest_divisors(n: int, unit: int) -> list[int]:
     """Return the nonzero multiples of ``unit`` nearest to ``n``, one on each side."""
     below = n // unit * unit
     return [m for m in (below, below + unit) if m]
+
+
+def format_ranks(world_sizes: list[int], num_nodes: int) -> str:
+    """Format numbers of ranks as the key that sets them."""
+    return f"{RANKS if num_nodes > 1 else NPROC}{format_choices(world_sizes)}"
 
 
 def format_choices(values: list[int]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from weft.config.errors import ConfigError, ConfigErrors
 from weft.config.reader import read_job
 from weft.config.schema import Job, RunSection
+from weft.plan.degrees import NPROC, RANKS
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
 from weft.plan.lora_plan import plan_cost
 from weft.plan.model_config import model_name
@@ -86,10 +87,12 @@ def _adapt_to_cluster(
     errors: Sequence[ConfigError], job: Job, machine: Machine
 ) -> list[ConfigError]:
     """Return the errors with remedies for a cluster, and layouts for its ranks."""
-    adapted = [
-        replace(error, remedy=error.remedy.replace("run.nproc_per_node=", "a --cluster of "))
-        for error in errors
-    ]
+    adapted = list(errors)
+    for ranks in (RANKS, NPROC):
+        adapted = [
+            replace(error, remedy=error.remedy.replace(ranks, "a --cluster of "))
+            for error in adapted
+        ]
     if adapted and {error.key for error in adapted} <= {*DEGREE_KEYS}:
         layouts = [format_degrees(near.parallel) for near in nearest_layouts(job, machine)]
         if layouts:

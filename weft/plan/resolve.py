@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from weft.config.errors import ConfigErrors, InvalidConfig, lookup
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
-from weft.plan.degrees import ParallelDims, resolve_degrees
+from weft.plan.degrees import ParallelDims, divisors, resolve_degrees
 from weft.plan.devices import peak_flops
 from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
 from weft.plan.lora_plan import TrainingCost, outer_targets, training_cost
@@ -59,6 +60,8 @@ from weft.plan.sharding import (
 MAX_AUTO_CPU_RANKS = 4
 # Each process takes a quarter of a GiB before it trains.
 MAX_CPU_RANKS = 64
+# ``run.nodes`` without a cluster.
+ONE_NODE = range(1, 2)
 
 # Changing one of these keys does not change the model: the run resumes in the same directory.
 SAME_MODEL_KEYS = (
@@ -111,13 +114,14 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
 
     world_size = machine.world_size or _resolve_nproc(errors, job, machine)
     local_world_size = machine.local_world_size or world_size
+    num_nodes = max(1, world_size // local_world_size)
     num_errors = len(errors)
-    degrees = resolve_degrees(errors, parallel, world_size)
+    degrees = resolve_degrees(errors, parallel, world_size, num_nodes)
     has_degrees = len(errors) == num_errors
     if model is None:
         # The other rules need the sizes of the model.
         if has_degrees:
-            check_batch(errors, job, degrees)
+            check_batch(errors, job, degrees, num_nodes)
         raise InvalidConfig(errors)
     family = load_family(job.model.kind).of(model, degrees.whole_experts)
     cost = training_cost(job.lora, model, family, train.seq_len)
@@ -143,12 +147,11 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     check_lora(errors, job, model, family, degrees)
     check_optimizer(errors, job, model, family)
     check_sections(errors, job, model, degrees)
-    batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes)
+    batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes, num_nodes)
     errors.raise_any()
 
     float8_matrices = find_float8_matrices(job.precision, model, family, degrees.tp)
     peak = peak_flops(machine.device_name) if compute_dtype == "bfloat16" else None
-    num_nodes = max(1, world_size // local_world_size)
     cores_per_rank = max(1, machine.devices // local_world_size)
     plan = Plan(
         job=job,
@@ -226,13 +229,16 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     nodes = node_range(job)
     if not nodes:
         errors.add("run.nodes", "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4")
-        nodes = range(1, 2)
-    elif machine.world_size is not None or nodes == range(1, 2):
+        nodes = ONE_NODE
+    elif machine.world_size is not None or nodes == ONE_NODE:
         return resolve(job, machine, recipe, base)
     elif job.run.rendezvous == "auto":
         rule = "names no rendezvous endpoint, which a run on several nodes needs"
         errors.add("run.rendezvous", rule, "use HOST:PORT of one of the nodes")
-    local_world_size = _resolve_nproc(errors, job, machine)
+    num_errors = len(errors)
+    local_world_size = _resolve_nproc(errors, job, machine, nodes)
+    if len(errors) > num_errors:  # the other rules check the layout as if one node had its ranks
+        nodes = ONE_NODE
     plans: dict[int, Plan] = {}
     rejections: dict[int, InvalidConfig] = {}
     for count in nodes:
@@ -291,6 +297,7 @@ def _resolve_batch(
     cost: TrainingCost,
     degrees: ParallelDims,
     compute_bytes: int,
+    num_nodes: int,
 ) -> _BatchPlan:
     """Resolve microbatches, pipeline and gradient synchronization.
 
@@ -302,6 +309,7 @@ def _resolve_batch(
         cost: of the model.
         degrees: degrees of all axes.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
+        num_nodes: for remedies.
     """
     train, reshard = job.train, resolve_reshard(job, degrees)
     gradient_sync = resolve_gradient_sync(job, reshard, cost, degrees)
@@ -309,7 +317,7 @@ def _resolve_batch(
     size = local_batch_size if train.microbatch_size == "auto" else train.microbatch_size
     microbatch_size = 1 if train.world_size_invariant else min(local_batch_size, size)
     pipeline = None
-    if check_batch(errors, job, degrees) and degrees.pp > 1:
+    if check_batch(errors, job, degrees, num_nodes) and degrees.pp > 1:
         bytes_per_param = state_bytes_per_param(
             job,
             cost,
@@ -337,21 +345,56 @@ def _resolve_batch(
     return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync)
 
 
-def _resolve_nproc(errors: ConfigErrors, job: Job, machine: Machine) -> int:
-    """Return the number of local processes; record an error above the limit."""
-    nproc = job.run.nproc_per_node
-    nproc = _auto_nproc(job, machine) if nproc == "auto" else nproc
-    is_cuda = machine.device == "cuda"
+def _resolve_nproc(
+    errors: ConfigErrors, job: Job, machine: Machine, nodes: range = ONE_NODE
+) -> int:
+    """Return the processes per node; record an error if the layout does not fit.
+
+    After an error of the layout, all of its ranks count as those of one node, so that the other
+    rules can check it.
+    """
+    nproc, is_cuda = job.run.nproc_per_node, machine.device == "cuda"
     limit = machine.devices if is_cuda else MAX_CPU_RANKS
+    if nproc == "auto":
+        if found := _auto_nproc(job, machine, nodes, limit):
+            return found
+        device = "GPUs" if is_cuda else "processes"
+        return _check_nodes(errors, job, nodes[-1], limit, device)
     if nproc > limit:
         rule = f"exceeds the {limit} " + (
             "GPUs of this machine" if is_cuda else "processes per CPU"
         )
         on_cpu = "--run.device cpu, or " if is_cuda else ""
-        remedy = f"use at most {limit}, or {on_cpu}a launcher such as torchrun on several machines"
-        depends = ("run.device", *DEGREE_KEYS)
-        errors.add("run.nproc_per_node", rule, remedy, depends, value=nproc)
+        remedy = f"use at most {limit}, or {on_cpu}several machines (run.nodes)"
+        errors.add("run.nproc_per_node", rule, remedy, ("run.device", *DEGREE_KEYS))
     return nproc
+
+
+def _check_nodes(errors: ConfigErrors, job: Job, num_nodes: int, limit: int, device: str) -> int:
+    """Record that the ranks of a layout do not fit on the nodes; return their number."""
+    parallel, unit = job.parallel, job.parallel.ranks_per_shard
+    names = ("tp", "pp", "cp", "dp_replicate")
+    sizes = {name: getattr(parallel, name) for name in names if getattr(parallel, name) > 1}
+    key = next(iter(sizes), "dp_shard") if parallel.num_ranks is None else "dp_shard"
+    others = " and ".join(f"{name}={size}" for name, size in sizes.items() if name != key)
+    num_ranks = parallel.num_ranks or unit
+    rule = f"times {others} " * bool(others) + f"needs {num_ranks} ranks, but "
+    on_nodes = f"{num_nodes} node{'s' * (num_nodes > 1)} with "
+    most, rest = num_nodes * limit, num_ranks % num_nodes
+    is_idle = num_ranks < most and not rest
+    if num_ranks > most:
+        rule += f"{on_nodes}at most {limit} {device} can have only {most}"
+    elif is_idle:
+        rule += f"{on_nodes}{limit} {device} have {most}"
+    else:
+        rule += f"{num_nodes} nodes cannot have equal shares of them"
+    remedies = ["auto"] * (parallel.num_ranks is not None and most % unit == 0)
+    remedies.append(f"run.nodes={next(n for n in divisors(num_ranks) if num_ranks // n <= limit)}")
+    if is_idle:
+        remedies.append(f"run.nproc_per_node={num_ranks // num_nodes}")
+    remedy = ", or ".join(remedies)
+    errors.add(f"parallel.{key}", rule, f"use {remedy}", ("run.nodes", *DEGREE_KEYS))
+    return num_ranks
 
 
 def _is_layout_free(job: Job, machine: Machine) -> bool:
@@ -364,21 +407,42 @@ def _is_layout_free(job: Job, machine: Machine) -> bool:
     return is_default and machine.device == "cpu"
 
 
-def _auto_nproc(job: Job, machine: Machine) -> int:
-    """Return the most processes that the devices allow and that divide the batch."""
-    if job.parallel.num_ranks is not None:
-        return job.parallel.num_ranks
-    limit, unit = machine.devices, job.parallel.ranks_per_shard
+def _auto_nproc(job: Job, machine: Machine, nodes: range, limit: int) -> int:
+    """Return the most processes per node that devices and batch allow.
+
+    A layout with all degrees has that many ranks on all nodes together.
+
+    Args:
+        job: keys of the run.
+        machine: the hardware of a node.
+        nodes: the numbers of nodes of ``run.nodes``; one of them must fit.
+        limit: of the processes on a node.
+
+    Returns:
+        Processes per node; 0 if the layout does not fit.
+    """
+    parallel, unit = job.parallel, job.parallel.ranks_per_shard
+    if parallel.num_ranks is not None:
+        for count in reversed(nodes):
+            nproc, rest = divmod(parallel.num_ranks, count)
+            # Several nodes with idle GPUs are a mistake.
+            fewest = limit if machine.device == "cuda" and count > 1 else 1
+            if not rest and fewest <= nproc <= limit:
+                return nproc
+        return 0
+    num_devices = machine.devices
     if machine.device == "cpu":
-        limit = min(limit, MAX_AUTO_CPU_RANKS)
+        num_devices = min(num_devices, MAX_AUTO_CPU_RANKS)
     microbatch_size = 1 if job.train.microbatch_size == "auto" else job.train.microbatch_size
-    ranks_per_batch = unit // job.parallel.dp_replicate  # ranks that read the same sequences
-    valid = [
-        n
-        for n in range(unit, limit + 1, unit)
-        if job.train.global_batch_size % (n // ranks_per_batch * microbatch_size) == 0
-    ]
-    return max(valid, default=unit)
+    ranks_per_batch = unit // parallel.dp_replicate  # ranks that read the same sequences
+
+    def is_valid(world_size: int) -> bool:
+        sequences = world_size // ranks_per_batch * microbatch_size
+        return world_size % unit == 0 and job.train.global_batch_size % sequences == 0
+
+    valid = [n for n in range(1, num_devices + 1) if any(is_valid(n * count) for count in nodes)]
+    fewest = min(unit // math.gcd(unit, count) for count in nodes)
+    return max(valid, default=fewest if fewest <= limit else 0)
 
 
 def _run_dir(job: Job, recipe: str, base: Job) -> str:

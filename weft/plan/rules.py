@@ -15,7 +15,13 @@ from weft.config.errors import ConfigErrors
 from weft.config.schema import MOST, Job, ParallelSection, steps_of
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
-from weft.plan.degrees import ParallelDims, divisors, format_choices, nearest_divisors
+from weft.plan.degrees import (
+    ParallelDims,
+    divisors,
+    format_choices,
+    format_ranks,
+    nearest_divisors,
+)
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
 from weft.plan.shard_sizes import chunk_range, query_heads
 
@@ -54,7 +60,7 @@ def check_data(errors: ConfigErrors, job: Job, model: Any) -> None:
         )
 
 
-def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> bool:
+def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims, num_nodes: int = 1) -> bool:
     """Check the global batch size and the microbatch size; return True if valid."""
     train, dp_size = job.train, degrees.dp_size
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
@@ -67,7 +73,7 @@ def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> bool:
             n * other_ranks for n in divisors(train.global_batch_size, dp_size) if n % unit == 0
         ]
         remedy = f"use {format_choices(batch_sizes)}" + (
-            f", or run.nproc_per_node={format_choices(world_sizes)}" if world_sizes else ""
+            f", or {format_ranks(world_sizes, num_nodes)}" if world_sizes else ""
         )
         rule = f"is not divisible by {dp_size} data-parallel ranks"
         errors.add("train.global_batch_size", rule, remedy, depends)
