@@ -18,6 +18,7 @@ detect corruption.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -48,7 +49,7 @@ from weft.checkpoint.shard_files import (
     shard_name,
     write_shards,
 )
-from weft.checkpoint.storage import CorruptData, read_regular_file
+from weft.checkpoint.storage import CorruptData, is_remote, read_regular_file
 from weft.config.files import replace_text
 from weft.monitor.faults import fault_point
 
@@ -70,7 +71,10 @@ def local_run_dir(local_dir: str, checkpoint_dir: Path) -> Path | None:
         if not leases:
             return None
         first = (checkpoint_dir / f"lease-{leases[0][0]:06}.json").read_bytes()
-        return xxhash.xxh3_64_hexdigest(first + str(checkpoint_dir).encode())
+        # A copy of the run has this lease, too, but another directory.
+        remote = is_remote(checkpoint_dir)
+        place = str(checkpoint_dir) if remote else os.path.realpath(checkpoint_dir)
+        return xxhash.xxh3_64_hexdigest(first + os.fsencode(place))
 
     if local_dir == "off":
         return None

@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.generate_command import add_sampling, read_sampling, write_backslashes
+from weft.cli.option_values import run_path
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.escaping import raw_stream
+from weft.config.run_paths import absolute_dir
 
 if TYPE_CHECKING:
     from weft.tools.text_model import ChatSession, TextModel
@@ -43,7 +45,9 @@ PROMPT = "> "
 def add_chat(commands: Commands) -> None:
     """Add ``weft chat``."""
     parser = add_command(commands, "chat", run_chat, __doc__)
-    parser.add_argument("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    parser.add_argument(
+        "checkpoint", type=run_path, help="run directory, or directory of a checkpoint"
+    )
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     add_sampling(parser)
 
@@ -57,7 +61,7 @@ def run_chat(options: argparse.Namespace) -> int:
     errors: ConfigErrors = options.errors
     sampling = read_sampling(options, errors)
     write_backslashes(sys.stdout)
-    checkpoint = find_checkpoint(options.checkpoint.resolve())
+    checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
     allowed = ["precision.compute_dtype", "run.device", "data.chat_template"]
     _job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
     template = dict(options.overrides).get("data.chat_template", "auto")

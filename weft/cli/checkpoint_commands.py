@@ -8,20 +8,21 @@ import sys
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count, directory
+from weft.cli.option_values import count, directory, run_path
+from weft.config.run_paths import absolute_dir
 
 
 def add_rollback(commands: Commands) -> None:
     """Add ``weft rollback``."""
     add = add_command(commands, "rollback", run_rollback, takes_keys=False).add_argument
-    add("run", metavar="RUN", type=Path, help="run directory")
+    add("run", metavar="RUN", type=run_path, help="run directory")
     add("step", type=count, help="step of the checkpoint; 0: from the beginning")
 
 
 def add_export(commands: Commands) -> None:
     """Add ``weft export``."""
     add = add_command(commands, "export", run_export, takes_keys=False).add_argument
-    add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
     add("out", metavar="OUT", type=directory, help="new directory, or s3://bucket/prefix")
     text = "float32, bfloat16 or float16 (default: the imported model's, else float32)"
     add("--dtype", default="", help=text)
@@ -52,7 +53,7 @@ def run_rollback(options: argparse.Namespace) -> None:
     """
     from weft.cluster.start import rollback
 
-    print(rollback(options.run.resolve(), options.step))
+    print(rollback(absolute_dir(options.run), options.step))
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -63,7 +64,7 @@ def run_export(options: argparse.Namespace) -> None:
 
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
-        paths = (options.checkpoint.resolve(), options.out.absolute())
+        paths = (absolute_dir(options.checkpoint), options.out.absolute())
         summary = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
     console.print(summary, soft_wrap=True)
 

@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import positive
+from weft.cli.option_values import positive, run_path
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.run_paths import absolute_dir
 
 # Keys that decide which tokens are in the validation set.
 SPLIT_KEYS = (
@@ -36,7 +37,7 @@ SPLIT_KEYS = (
 def add_evaluate(commands: Commands) -> None:
     """Add ``weft evaluate``."""
     add = add_command(commands, "evaluate", run_evaluate, __doc__).add_argument
-    add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
     text = "multiple-choice task, a YAML file of the LM Evaluation Harness; repeatable"
     add("--task", action="append", default=[], type=Path, metavar="FILE", help=text)
     add("--batch", type=positive, default=8, help="task batch size, in sequences (default: 8)")
@@ -77,7 +78,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
             tasks.append(read_task(path))
         except InvalidConfig as error:
             errors += error.errors
-    checkpoint = find_checkpoint(options.checkpoint.resolve())
+    checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     if not tasks:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]

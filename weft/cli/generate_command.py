@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
-from weft.cli.option_values import count, not_negative, positive
+from weft.cli.option_values import count, not_negative, positive, run_path
 from weft.config.errors import ConfigErrors
 from weft.config.escaping import raw_stream
+from weft.config.run_paths import absolute_dir
 
 if TYPE_CHECKING:
     from weft.tools.generate import Sampling
@@ -34,7 +35,7 @@ def add_generate(commands: Commands) -> None:
     """Add ``weft generate``."""
     parser = add_command(commands, "generate", run_generate, __doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="run directory, or directory of a checkpoint")
+    add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
     text = "prompts (default: start of a document)"
     add("texts", metavar="PROMPT", nargs="*", help=text)
     text = "another prompt, which may begin with --; repeatable"
@@ -123,7 +124,7 @@ def run_generate(options: argparse.Namespace) -> int:
         errors.add("--chat", "needs a prompt", remedy)
     sampling = read_sampling(options, errors)
     write_backslashes(sys.stdout)
-    checkpoint = find_checkpoint(options.checkpoint.resolve())
+    checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
     _job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
+from weft.cli.option_values import run_path
 
 
 def add_launch(commands: Commands) -> None:
@@ -41,7 +41,7 @@ def add_job(commands: Commands) -> None:
     logs = add_command(group, "logs", run_job_logs, takes_keys=False)
     cancel = add_command(group, "cancel", run_job_cancel, takes_keys=False)
     for parser in (status, logs, cancel):
-        parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+        parser.add_argument("run", metavar="RUN", type=run_path, help="run directory")
     logs.add_argument("--follow", action="store_true", help="keep printing until the job ends")
 
 

@@ -40,6 +40,13 @@ def directory(text: str) -> Path:
     return open_directory(text)
 
 
+def run_path(text: str) -> Path:
+    """Parse a run directory, which its job.toml may name, or a checkpoint."""
+    from weft.config.run_paths import run_directory
+
+    return run_directory(Path(text))
+
+
 def parse_integer(name: str, text: str, low: int, high: int, errors: ConfigErrors) -> int:
     """Parse an option's integer; if it is not in [low, high], add an error."""
     if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import check_file, count, not_negative, write_file
+from weft.cli.option_values import check_file, count, not_negative, run_path, write_file
 from weft.cluster import FAILED
 from weft.config.errors import ConfigErrors
+from weft.config.run_paths import absolute_dir
 
 MAX_PORT = 65535
 
@@ -17,7 +18,7 @@ MAX_PORT = 65535
 def add_report(commands: Commands) -> None:
     """Add ``weft report``."""
     add = add_command(commands, "report", run_report, takes_keys=False).add_argument
-    add("runs", metavar="RUN", type=Path, nargs="+", help="run directory")
+    add("runs", metavar="RUN", type=run_path, nargs="+", help="run directory")
     text = "output file (default: report.html in the run directory, or here for several runs)"
     add("--out", metavar="FILE", type=Path, help=text)
     text = "serve the page on this machine's loopback interface and update it while the run trains"
@@ -28,15 +29,15 @@ def add_report(commands: Commands) -> None:
 def add_hang(commands: Commands) -> None:
     """Add ``weft hang``."""
     add = add_command(commands, "hang", run_hang, takes_keys=False).add_argument
-    add("run", metavar="RUN", type=Path, help="run directory")
+    add("run", metavar="RUN", type=run_path, help="run directory")
     add("--json", action="store_true", help="print one JSON object instead")
 
 
 def add_diff(commands: Commands) -> None:
     """Add ``weft diff``."""
     add = add_command(commands, "diff", run_diff, takes_keys=False).add_argument
-    add("run_a", type=Path, help="run directory")
-    add("run_b", type=Path, help="another run directory")
+    add("run_a", type=run_path, help="run directory")
+    add("run_b", type=run_path, help="another run directory")
     text = "relative difference that counts as rounding (default: 1e-4)"
     add("--tolerance", type=not_negative, default=1e-4, help=text)
     add("--json", action="store_true", help="print one JSON object instead")
@@ -76,7 +77,7 @@ def run_hang(options: argparse.Namespace) -> None:
     """Find the hung rank, its stack, and the ranks blocked on it; ends no process."""
     from weft.cluster.hang import inspect_run
 
-    result = inspect_run(options.run.resolve())
+    result = inspect_run(absolute_dir(options.run))
     print(result.to_json() if options.json else result)
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
 from weft.checkpoint.storage import remove
-from weft.config.files import replace_text
+from weft.config.files import replace_bytes, replace_text
 from weft.config.locks import unwritable_error
+from weft.config.reader import find_recipe
+from weft.config.run_paths import portable
 from weft.config.schema import Job
 from weft.config.writer import to_toml
 from weft.data.dataset import Dataset
@@ -44,11 +46,13 @@ def write_run_files(
         if changes := describe_changes(run_dir, job):
             note_event(run_dir, "change", step, changes.removeprefix("; "))
         # A run that is started from its own job.toml keeps the differences recorded there.
-        is_own_recipe = Path(recipe).exists() and path.exists() and path.samefile(recipe)
-        if job != base or not is_own_recipe:
-            replace_text(path, to_toml(job, recipe, base))
-        tokenizer = (dataset.path / "tokenizer.json").read_text("utf-8")
-        replace_text(run_dir / "tokenizer.json", tokenizer)
+        own = find_recipe(recipe)
+        is_own_recipe = own is not None and path.exists() and path.samefile(own)
+        earlier = path.read_text("utf-8-sig") if is_own_recipe else ""
+        stored, stored_base = portable(job, run_dir), portable(base, run_dir)
+        replace_text(path, to_toml(stored, recipe, stored_base, earlier))
+        tokenizer = (dataset.path / "tokenizer.json").read_bytes()
+        replace_bytes(run_dir / "tokenizer.json", tokenizer)
         has_text = any(source.store.manifest.kind == "text" for source in dataset.sources)
         # Otherwise the imported model's own tokenizer decides.
         starts = has_text and not (run_dir / IMPORTED_DIR).is_dir()
@@ -56,7 +60,7 @@ def write_run_files(
         for source in dataset.sources:
             for name in (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
                 if (file := source.store.path / name).is_file():
-                    replace_text(run_dir / name, file.read_text("utf-8"))
+                    replace_bytes(run_dir / name, file.read_bytes())
         save_prediction(prediction, run_dir)
     except OSError as error:
         raise unwritable_error(run_dir, error) from error

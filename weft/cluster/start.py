@@ -248,7 +248,10 @@ def rollback(run_dir: Path, step: int) -> str:
     home = checkpoint_dir(job.checkpoint, run_dir)
     with lock_directory(run_dir, run_dir_in_use(run_dir)):
         dropped = drop_later_checkpoints(home, step)
-    return f"{resume_hint(home)}; dropped the checkpoints of steps {dropped}"
+    newest = list_checkpoints(home)[-1:]
+    target = f"to resume from {newest[0]}" if newest else "to start from step 1"
+    command = f"weft train {shlex.quote(display_path(run_dir))}"
+    return f"dropped the checkpoints of steps {dropped}; run {command} {target}"
 
 
 def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:

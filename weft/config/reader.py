@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, capitalize, suggest
 from weft.config.peer_names import describe_peer_name
+from weft.config.run_paths import JOB_FILE, absolute_dir, is_run_file, resolve_run_paths
 from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
 T = TypeVar("T")
@@ -77,7 +78,8 @@ def read_job(
     """Read a recipe and apply command-line overrides.
 
     Args:
-        recipe: a shipped name, the path of a TOML file, or a run directory, whose job.toml it is.
+        recipe: a shipped name, the path of a TOML file, or a run directory or its job.toml: then
+            ``run.dir`` is that directory.
         overrides: ``("section.key", "text")`` pairs; a later one wins.
         cli_errors: errors that the command line already has.
 
@@ -92,6 +94,7 @@ def read_job(
     _drop_replaced(tree, dict(overrides))
     for name, text in overrides:
         _override(tree, name, text, errors)
+    _move_checkpoints(tree, base, dict(overrides))
     return _validate(tree, errors), base, errors
 
 
@@ -119,14 +122,25 @@ def _drop_replaced(tree: Tree, chosen: Mapping[str, object]) -> None:
                 values.pop(key, None)
 
 
+def _move_checkpoints(tree: Tree, base: Job, chosen: Mapping[str, str]) -> None:
+    """Let a ``checkpoint.dir`` in the run directory follow another ``run.dir``."""
+    if "run.dir" not in chosen or "checkpoint.dir" in chosen or base.checkpoint.is_in_run_dir:
+        return
+    here, run_dir = Path(base.checkpoint.dir), tree.get("run", {}).get("dir", "auto")
+    if base.run.dir != "auto" and here.is_relative_to(base.run.dir):
+        inside = here.relative_to(base.run.dir)
+        tree["checkpoint"]["dir"] = "auto" if run_dir == "auto" else str(Path(run_dir) / inside)
+
+
 def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) -> Tree:
     """Load a recipe over the recipes that it extends; return its tree."""
-    path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
-    if path is None:
+    named = find_recipe(recipe, Path(seen[-1]).parent if seen else None)
+    if named is None:
         rule = "is not a known recipe, the path of a .toml file, or a run directory"
         remedy = suggest(recipe, recipe_names())
         errors.add("extends" if seen else "recipe", rule, remedy, value=recipe)
         return {}
+    path = named.resolve()
     if str(path) in seen:
         chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
         errors.add("extends", f"makes recipes extend each other: {chain}", value=recipe)
@@ -138,11 +152,14 @@ def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) 
     except (OSError, ValueError, RecursionError) as error:
         errors.add("recipe", f"cannot be read as TOML: {error}", value=str(path))
         return {}
+    is_run = is_run_file(named, tree, frozenset(SECTIONS))
     parent = tree.pop("extends", None)
     for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
         rule = "is not a section" if name in SECTIONS else "is not a known key"
         remedy = f"write [section] first. {capitalize(nearest_key(name))}"
         errors.add(name, rule, remedy, value=tree.pop(name))
+    if is_run:
+        _place_run(tree, absolute_dir(named.parent), is_extended=bool(seen))
     if parent is None:
         return tree
     if not isinstance(parent, str):
@@ -157,14 +174,29 @@ def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) 
     }
 
 
-def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
+def _place_run(tree: Tree, run_dir: Path, is_extended: bool) -> None:
+    """Resolve the paths in a run's job.toml; a recipe that extends it is another run."""
+    checkpoints = tree.get("checkpoint", {}).get("dir")
+    if is_extended and isinstance(checkpoints, str) and checkpoints.startswith("./"):
+        del tree["checkpoint"]["dir"]
+    resolve_run_paths(tree, run_dir)
+    tree.setdefault("run", {})["dir"] = "auto" if is_extended else str(run_dir)
+
+
+def find_recipe(recipe: str, beside: Path | None = None) -> Path | None:
+    """Return the TOML file of a recipe; None if there is none.
+
+    Args:
+        recipe: see `read_job`.
+        beside: directory in which a path is tried first.
+    """
     shipped = Path(str(RECIPES / f"{recipe}.toml"))
     names = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
-    candidates = [path for name in names for path in (name, name / "job.toml")]
+    candidates = [path for name in names for path in (name, name / JOB_FILE)]
     if recipe in recipe_names():
         return shipped
     try:
-        return next((path.resolve() for path in candidates if path.is_file()), None)
+        return next((path for path in candidates if path.is_file()), None)
     except (OSError, ValueError):  # too long for a path, or has a NUL
         return None
 

@@ -23,6 +23,7 @@ from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import describe_cause, open_regular, read_json, read_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
+from weft.config.writer import read_changes
 from weft.monitor.jsonl import MAX_STEP
 from weft.monitor.jsonl_reader import (
     MAX_NUMBER,
@@ -122,9 +123,7 @@ class RunReader:
         self.steps = _valid_steps(steps)
         if not self.steps and steps != "auto" and "job.toml" not in self.unreadable:
             self.unreadable["job.toml"] = "train.steps is not a valid number of steps"
-        head = [line for line in text.splitlines() if line.startswith("# ")]
-        changes = [line[2:].partition(": ") for line in head if " -> " in line]
-        self.changes = {name: change for name, _, change in changes}
+        self.changes = read_changes(text)
         self.environment = self._read("environment.json", read_json) or {}
         self.plan: dict[str, Any] = self._read("plan.json", read_json) or {}
         self.read_new_records()

@@ -22,6 +22,7 @@ from typing import Any
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import only_finite, read_json
+from weft.config.run_paths import portable
 from weft.config.schema import Job, difference
 from weft.monitor.jsonl_reader import is_number, read_records
 from weft.monitor.layer_comparison import read_statistics, safe_ratio
@@ -208,8 +209,7 @@ def _relative_difference(a: float | None, b: float | None) -> float:
 
 def _format_changes(jobs: Sequence[Job], runs: Sequence[Path]) -> list[str]:
     """Format the differences of configuration and environment."""
-    changed = difference(*jobs)
-    changed.pop("run.dir", None)
+    changed = difference(*map(portable, jobs, runs))
     environments = [read_json(run / "environment.json") for run in runs]
     for name in ("weft", "git", "torch", "cuda", "python", "devices"):
         values = [environment.get(name) for environment in environments]

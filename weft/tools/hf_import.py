@@ -31,6 +31,7 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import replace_bytes, replace_text
+from weft.config.run_paths import portable
 from weft.config.schema import Job, LoraSection, ModelSection, replace
 from weft.config.writer import to_toml
 from weft.data.document_tokens import find_document_tokens
@@ -198,6 +199,8 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
     for name, path in model.files.items():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(run_dir / name, path.read_bytes())
+    # ``run_dir`` may be a temporary directory, which gets the name ``run.dir`` when it is complete.
+    job = portable(job, Path(job.run.dir))
     replace_text(run_dir / "job.toml", to_toml(job, model.section.path, job))
     progress = count_progress(f"importing {model.name}", model.num_bytes, report)
     with publish_directory(checkpoint_path(home, 0)) as directory:

@@ -22,6 +22,7 @@ from weft.checkpoint.load import load_checkpoint, load_frozen_params
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
+from weft.config.run_paths import run_directory
 from weft.config.schema import Job, LoraSection, Section, replace
 from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
@@ -71,6 +72,7 @@ def find_checkpoint(path: Path) -> CheckpointRef:
     Raises:
         InvalidConfig: if there is none.
     """
+    path = run_directory(path)
     is_run = (path / "job.toml").is_file()
     run_dir = path if is_run else path.parent.parent
     paths: list[Path] = []

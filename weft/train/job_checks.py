@@ -382,6 +382,7 @@ def describe_changes(run_dir: Path, job: Job) -> str:
         return ""
     old, _, _ = read_job(str(run_dir / "job.toml"))
     changes = difference(expand_preset(job), expand_preset(old))
+    changes.pop("run.dir", None)  # another spelling of the same directory
     return "".join(f"; {name} {before} -> {now}" for name, (now, before) in changes.items())
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.config.files import replace_text, write_json
+from weft.config.files import write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
@@ -24,7 +24,9 @@ from weft.train.machine import detect_machine
 def write_plan(run_dir: Path, plan: Plan) -> None:
     """Write ``plan.json``, and ``environment.json`` with software and hardware."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    replace_text(run_dir / "plan.json", plan.to_json() + "\n")
+    values = json.loads(plan.to_json())
+    del values["run_dir"]  # the directory may be moved
+    write_json(run_dir / "plan.json", values, indent=2)
     environment: dict[str, Any] = {
         "weft": weft.__version__,
         "torch": torch.__version__,
@@ -34,7 +36,6 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
         "cores": os.cpu_count(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "memory_gib": _memory_gib(plan.device),
-        "command": sys.argv,
         "git": git_commit(),
     }
     write_json(run_dir / "environment.json", environment, indent=2)
