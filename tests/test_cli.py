@@ -52,7 +52,7 @@ def test_train_flag_of_another_tool_is_refused(capsys: pytest.CaptureFixture[str
         ("model.num_layers", "two", "must be a whole number"),
         ("model.preset", "9b", "is not a known preset"),
         ("model.kind", "lama", "Did you mean 'llama'?"),
-        ("optim.name", "adm", "Did you mean 'adamw'?"),
+        ("optim.name", "adm", "Use one of adamw, muon"),
         ("optim.schedule", "nowhere:decay", "No module named 'nowhere'"),
         ("data.path", "/no/such/file", "does not exist"),
         ("data.tokenizer", "/no/tokenizer.json", "does not exist"),
@@ -384,7 +384,7 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         '--cluster="x"',
     ]
     (line,) = rejected(capsys, "plan", "llama3-8", "--json")
-    assert "Did you mean 'llama3-8b'?" in line
+    assert "llama3-8b-lora, " in line
     (line,) = rejected(capsys, "train", "demo", "--cluster", "1x8xH100")
     assert line.startswith("cluster=\"1x8xH100\" is not a known key. Did you mean 'run.cluster'?")
     (line,) = rejected(capsys, "plan", "demo", "--json", "--rank-map")

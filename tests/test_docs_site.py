@@ -15,6 +15,7 @@ import pytest
 
 from tests.tools.test_run_report import Browser, needs_browser
 from weft.cli.main import build_parser
+from weft.config.peer_names import load_peer_answers
 from weft.config.reader import read_job
 from weft.config.schema import SECTIONS, keys
 from weft.monitor.step_record import StepRecord
@@ -53,7 +54,7 @@ def test_peer_names_stand_for_one_key_each() -> None:
 
 
 def test_peer_answers_name_only_keys_that_exist() -> None:
-    answers = load("peer_answers.toml")
+    answers = load_peer_answers()
     sections = "|".join(SECTIONS)
     named = {
         name

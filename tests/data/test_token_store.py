@@ -315,7 +315,8 @@ def test_data_verify_bad_input_is_named(
     output = capsys.readouterr().err
     assert output.count("is not a prepared store, because it has no store.json") == 2
     assert (
-        main(["data", "verify", str(store.path), "--data.text_field", "x", "--data.cach", "y"]) == 2
+        main(["data", "verify", str(store.path), "--data.text_field", "x", "--data.cachedir", "y"])
+        == 2
     )
     output = capsys.readouterr().err
     assert 'data.text_field="x" has no effect' in output

@@ -92,7 +92,7 @@ def test_own_function_that_cannot_be_called_is_refused(
         ),
         (
             "def rows():\n    yield {'tekst': 'a'}",
-            "yields row 1 without a field 'text'. Did you mean 'tekst'",
+            "yields row 1 without a field 'text'. Use one of tekst",
         ),
         ("def rows():\n    yield {'text': 3}", "has no text in the column 'text' of row 1"),
     ],

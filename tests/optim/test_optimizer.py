@@ -136,7 +136,7 @@ def test_optimizer_groups_equal_optimizers_of_single_parameters(name: str) -> No
         (
             '{params=["embed_token.*"]}',
             "",
-            r"optim.groups=.* matches no .* Did you mean 'embed_tokens.weight'",
+            r"optim.groups=.* matches no .* Use one of embed_tokens.weight",
         ),
         (
             '{params=["*"]}, {params=["embed*", "*.k_proj.*"]}',

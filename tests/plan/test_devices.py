@@ -59,7 +59,7 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
             "is not a cluster of the form NODESxDEVICESxNAME",
             "such as 64x8xH100",
         ),
-        ("1x8xH20", "has an unknown device 'H20'", "did you mean H200?"),
+        ("1x8xH20", "has an unknown device 'H20'", "use one of A10G, A100-40GB"),
         ("1x8xMI300", "has an unknown device 'MI300'", "did you mean MI300X?"),
         ("1x8xHB100", "has an unknown device 'HB100'", "H100"),
         ("1x8xabacus", "has an unknown device 'abacus'", "use one of A10G, A100-40GB"),
@@ -164,7 +164,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
         (
             "[devices.X]\nlike = 'H10'\n[devices.Y]\nlike = 'Y'\n[devices.Z]\nlink = ['pcie4']",
             [
-                ": devices.X.like=\"H10\" is not another device. Did you mean 'H100'?",
+                ': devices.X.like="H10" is not another device. Use one of',
                 ': devices.Y.like="Y" is not another device',
                 ": devices.Z.link=['pcie4'] is not a known link",
             ],

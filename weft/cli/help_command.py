@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import shutil
 import textwrap
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, InvalidConfig, find_misspelled
 from weft.config.peer_names import PROJECTS, load_peer_names
 from weft.config.reader import nearest_key
 from weft.config.schema import MOST, SECTIONS, keys
@@ -48,8 +47,8 @@ def run_help(options: argparse.Namespace) -> None:
         else:
             rule = "is neither a command, a key nor a section"
             names = [*parser.subcommands(), *SECTIONS]
-            near = difflib.get_close_matches(topic, names, n=1, cutoff=0.7)
-            remedy = f"did you mean {near[0]!r}?" if near else nearest_key(topic)
+            near = find_misspelled(topic, names)
+            remedy = f"did you mean {near!r}?" if near else nearest_key(topic)
             raise InvalidConfig([ConfigError("TOPIC", topic, rule, remedy)])
 
 

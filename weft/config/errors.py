@@ -5,9 +5,9 @@ This module imports nothing of weft.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,10 +125,78 @@ class InvalidConfig(WeftError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Suggest the name of ``known`` that is nearest, or list all if none is near."""
+    """Suggest the name of ``known`` that ``name`` misspells, or list all."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+    near = find_misspelled(name, known)
+    return f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
+
+
+def find_misspelled(name: str, known: Iterable[str]) -> str:
+    """Return the one name of ``known`` that ``name`` misspells; else an empty string.
+
+    A similar name may mean another thing (min_lr and max_lr, beta1 and beta2, H20 and H200), and a
+    user who follows a wrong suggestion trains something else.  So only typing errors count: names
+    are compared word by word, digits must be equal, and a word that other names contain is right.
+    """
+    known = list(known)
+    words = _split_words(name)
+    right = {_singular(word) for other in known for word in _split_words(other)}
+    capitals = re.findall("[A-Z]", name)
+    distances: dict[str, int] = {}
+    for other in known:
+        theirs = _split_words(other)
+        if sorted(words) == sorted(theirs) or "".join(words) == "".join(theirs):
+            distances[other] = 0
+        elif len(words) == len(theirs):
+            pairs = zip(words, theirs, strict=True)
+            changed = [(a, b) for a, b in pairs if _singular(a) != _singular(b)]
+            is_variant = capitals and capitals != re.findall("[A-Z]", other)  # DualPipe, DualPipeV
+            if not is_variant and all(
+                _singular(a) not in right and _is_misspelling(a, b) for a, b in changed
+            ):
+                distances[other] = 1 + len(changed)
+    nearest = min(distances.values(), default=0)
+    found = [other for other, distance in distances.items() if distance == nearest]
+    return found[0] if len(found) == 1 else ""
+
+
+def _split_words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^0-9A-Za-z]+", name.lower()) if word]
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word[-1] == "s" else word
+
+
+def _is_misspelling(word: str, right: str) -> bool:
+    """Return True if ``word`` differs from ``right`` by letters that one mistypes."""
+    shorter, longer = sorted((word, right), key=len)
+    if re.sub(r"\D", "", word) != re.sub(r"\D", "", right):  # versions: v3, H200, beta1
+        return False
+    if re.sub(r"(.)\1", r"\1", longer) == re.sub(r"(.)\1", r"\1", shorter):
+        return True  # a letter is doubled
+    if longer.startswith(shorter):  # olmo and olmoe, adam and adamw
+        return False
+    if len(shorter) > 4:
+        return _edit_distance(word, right) <= (1 if len(shorter) < 8 else 2)
+    if word[0] != right[0] or _edit_distance(word, right) != 1:
+        return False
+    if len(shorter) == len(longer):
+        return sorted(word) == sorted(right)  # two letters are swapped
+    return re.sub("[aeiou]", "", longer) == re.sub("[aeiou]", "", shorter)  # a vowel is missing
+
+
+def _edit_distance(a: str, b: str) -> int:
+    """Return the letters to insert, delete, replace or swap with their neighbor."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (x != y)))
+            if i > 1 and j > 1 and (x, y) == (b[j - 2], a[i - 2]):
+                row[j] = min(row[j], rows[i - 2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def lookup(name: str, table: Mapping[str, T | str]) -> T:

@@ -29,16 +29,19 @@ def load_peer_names() -> dict[str, dict[str, str]]:
 @functools.cache
 def load_peer_answers() -> dict[str, str]:
     """Return what to do instead of each name of other projects without a key."""
-    return tomllib.loads((FILES / "peer_answers.toml").read_text("utf-8"))
+    table = tomllib.loads((FILES / "peer_answers.toml").read_text("utf-8"))
+    return {name: answer for names, answer in table.items() for name in names.split(", ")}
 
 
 def describe_peer_name(name: str) -> str:
     """Return the key or the answer for a name of another project; empty if unknown.
 
     ``name`` is compared without leading dashes, with ``_`` for ``-``, and without its section if it
-    has one.
+    has one.  An answer may be for the name in one section only.
     """
-    wanted = _normalize(name)
+    wanted, full = _normalize(name), _normalize(name, keep_section=True)
+    if full in load_peer_answers():
+        return load_peer_answers()[full]
     if wanted in load_peer_answers():
         return load_peer_answers()[wanted]
     words = ""
@@ -50,6 +53,16 @@ def describe_peer_name(name: str) -> str:
     return words
 
 
-def _normalize(name: str) -> str:
-    last = name.strip().lstrip("-").rpartition(".")[2]
+@functools.cache
+def all_peer_names() -> frozenset[str]:
+    """Return every name that `describe_peer_name` knows, in the form that it compares."""
+    words = [names.get("words", "").split(",") for names in load_peer_names().values()]
+    own = [n for names in load_peer_names().values() for p, n in names.items() if p != "words"]
+    names = [*load_peer_answers(), *own, *(word for each in words for word in each)]
+    return frozenset(filter(None, map(_normalize, names)))
+
+
+def _normalize(name: str, keep_section: bool = False) -> str:
+    full = name.strip().lstrip("-")
+    last = full if keep_section else full.rpartition(".")[2]
     return last.lower().replace("-", "_").replace(" ", "_")

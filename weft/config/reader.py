@@ -12,7 +12,6 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -23,8 +22,15 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from weft.config.errors import MISSING, ConfigError, ConfigErrors, capitalize, suggest
-from weft.config.peer_names import describe_peer_name
+from weft.config.errors import (
+    MISSING,
+    ConfigError,
+    ConfigErrors,
+    capitalize,
+    find_misspelled,
+    suggest,
+)
+from weft.config.peer_names import all_peer_names, describe_peer_name
 from weft.config.run_paths import JOB_FILE, absolute_dir, is_run_file, resolve_run_paths
 from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
@@ -35,26 +41,34 @@ RECIPES = resources.files("weft") / "recipes"
 
 
 def nearest_key(name: str, extra: Iterable[str] = ()) -> str:
-    """Suggest the valid key that is nearest to an unknown ``section.key`` or bare key.
+    """Return what to use instead of an unknown ``section.key`` or bare key.
 
-    Names of other projects are known, too (`weft.config.peer_names`).  ``extra`` has valid keys
-    that are not among ``keys()``.
+    That is the key that a name of another project stands for, the answer to a name that weft has no
+    key for (`weft.config.peer_names`), or the key that ``name`` misspells.  ``extra`` has valid
+    keys that are not among ``keys()``.
     """
-    every = [*keys(), *extra]
-    section, dot, rest = name.partition(".")
-    if dot and section not in SECTIONS:
-        for other in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.6):
-            open_to_all = SECTIONS[other].model_config["extra"] == "allow"
-            if open_to_all or f"{other}.{rest}" in every:
-                return f"did you mean '{other}.{rest}'?"
     if advice := describe_peer_name(name):
         return advice
-    near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
-    if not near:
-        last = name.rsplit(".", 1)[-1]
-        by_last = {key.rsplit(".", 1)[-1]: key for key in every}
-        near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
-    return f"did you mean {near[0]!r}?" if near else "'weft help keys' lists every key"
+    every = dict.fromkeys([*keys(), *extra])
+    section, dot, last = name.rpartition(".")
+    if dot and section not in SECTIONS and (other := find_misspelled(section, SECTIONS)):
+        is_open = SECTIONS[other].model_config["extra"] == "allow"
+        if is_open or f"{other}.{last}" in every:
+            return f"did you mean '{other}.{last}'?"
+    inside = [key for key in every if key.startswith(f"{section}.")]
+    if near := find_misspelled(name, inside):
+        return f"did you mean {near!r}?"
+    # In another section only the name itself, because a similar one means another thing there.
+    sections = [key for key in every if key.rpartition(".")[2] == last]
+    if not dot and not sections:
+        names = {key.rpartition(".")[2] for key in every}
+        near = find_misspelled(last, names)
+        sections = [key for key in every if near and key.rpartition(".")[2] == near]
+    if not sections and (peer := find_misspelled(last, all_peer_names())):
+        return f"did you mean {peer!r}? {capitalize(describe_peer_name(peer))}"
+    if 0 < len(sections) < 4:
+        return f"did you mean {' or '.join(map(repr, sections))}?"
+    return "'weft help keys' lists every key"
 
 
 Tree = dict[str, dict[str, Any]]

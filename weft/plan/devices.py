@@ -419,9 +419,14 @@ def _normalize(name: str) -> str:
 def _suggest_device(name: str) -> str:
     """Suggest the devices that begin with ``name``, or else the most similar ones."""
     names = {_normalize(known): known.replace(" ", "-") for known in load_clusters()[0]}
-    similar = [shown for known, shown in names.items() if known.startswith(_normalize(name))]
-    similar = similar or [
-        names[known] for known in difflib.get_close_matches(_normalize(name), names, n=3)
+    wanted = _normalize(name)
+    begins = [
+        shown for known, shown in names.items() if re.match(rf"{re.escape(wanted)}(?!\d)", known)
+    ]
+    similar = begins or [
+        names[known]
+        for known in difflib.get_close_matches(wanted, names, n=3)
+        if re.sub(r"\D", "", known) == re.sub(r"\D", "", wanted)  # H20 is not H200
     ]
     if not similar:
         return f"use one of {', '.join(names.values())}"
