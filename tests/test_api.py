@@ -54,7 +54,7 @@ def test_import_weft_imports_nothing_else() -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
-    assert result.stdout == "[] set()\n"
+    assert result.stdout == "['weft.version'] set()\n"
 
 
 def test_weft_train_and_plan_are_packages_and_functions() -> None:

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "weft"
 
 ORDER = (
+    "version",
     "config",
     "models",
     "plan",
@@ -29,62 +30,8 @@ ORDER = (
     "cli",
     "__main__",
 )
-NAME = re.compile(r"weft\.\w+\.[\w.]+:\w+")
 LEVEL = {name: level for level, name in enumerate(ORDER)}
-
-
-# What is found by name although it is in a later part.
-LATER_PARTS = {
-    # An adapter decides keys of the job, and only the code that imports it can read it.
-    ("plan", "weft.tools.adapter_path:adopt_adapter"),
-}
-
-
-def imported(path: Path) -> set[str]:
-    """Return the parts of weft that a file imports, also by name."""
-    results = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            names = [node.module or ""]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Constant) and NAME.fullmatch(str(node.value)):
-            is_allowed = (path.relative_to(ROOT).parts[0], node.value) in LATER_PARTS
-            names = [] if is_allowed else [str(node.value).partition(":")[0]]
-        else:
-            continue
-        results |= {name.split(".")[1] for name in names if name.startswith("weft.")}
-    return results
-
-
-def wrong_imports() -> list[str]:
-    wrong = []
-    for path in ROOT.rglob("*.py"):
-        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        if part == "__init__":
-            assert imported(path) == set()
-            continue
-        for other in imported(path) - {part}:
-            if LEVEL[other] >= LEVEL[part]:
-                wrong.append(f"{path.relative_to(ROOT)} imports weft.{other}")
-    return wrong
-
-
-def test_imports_follow_the_order_of_parts() -> None:
-    assert wrong_imports() == []
-
-
-def modules_of_weft(path: Path, known: set[str]) -> set[str]:
-    """Return the modules of weft that a file imports, also in functions and for types."""
-    results = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            results |= inner & known or {node.module or ""} & known
-        elif isinstance(node, ast.Import):
-            results |= {alias.name for alias in node.names} & known
-    return results
+NAME = re.compile(r"(weft(?:\.\w+)+)(?::\w+)?")
 
 
 def modules() -> dict[str, Path]:
@@ -97,10 +44,58 @@ def modules() -> dict[str, Path]:
     }
 
 
-def test_imports_have_no_cycle() -> None:
-    """Imports, also those in functions, have no cycle of any length."""
+def commands() -> set[str]:
+    """Return the modules that run as a process; naming one is not an import."""
     names = modules()
-    remaining = {name: modules_of_weft(path, set(names)) - {name} for name, path in names.items()}
+    return {
+        name
+        for name, path in names.items()
+        if 'if __name__ == "__main__"' in path.read_text() or f"{name}.__main__" in names
+    }
+
+
+KNOWN, COMMANDS = frozenset(modules()), frozenset(commands())
+
+
+def modules_of_weft(path: Path) -> set[str]:
+    """Return the modules of weft that a file imports, also in functions, for types, and by name.
+
+    ``weft`` itself is the Python interface: it imports `weft.api` when one of its names is used.
+    """
+    results = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            results |= inner & KNOWN or {node.module or ""} & KNOWN
+        elif isinstance(node, ast.Import):
+            results |= {alias.name for alias in node.names} & KNOWN
+        elif isinstance(node, ast.Constant) and (match := NAME.fullmatch(str(node.value))):
+            is_process = ":" not in match[0] and match[1] in COMMANDS
+            results |= set() if is_process else {match[1]} & KNOWN
+    return results
+
+
+def wrong_imports() -> list[str]:
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for module in modules_of_weft(path):
+            other = module.partition(".")[2].partition(".")[0]
+            if part != "__init__" and other not in ("", part) and LEVEL[other] >= LEVEL[part]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    return wrong
+
+
+def test_imports_follow_the_order_of_parts() -> None:
+    assert wrong_imports() == []
+
+
+def test_imports_have_no_cycle() -> None:
+    """Imports, also those in functions and by name, have no cycle of any length."""
+    remaining = {
+        name: modules_of_weft(path) - {name} for name, path in modules().items() if name != "weft"
+    }
     while free := {name for name, needs in remaining.items() if not needs & set(remaining)}:
         remaining = {name: needs for name, needs in remaining.items() if name not in free}
     assert remaining == {}

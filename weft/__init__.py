@@ -7,7 +7,7 @@ import importlib
 import sys
 from types import ModuleType
 
-__version__ = "0.1.0"
+from weft.version import __version__ as __version__
 
 __all__ = [
     "InvalidConfig",

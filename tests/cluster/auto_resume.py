@@ -20,7 +20,7 @@ import pytest
 from tests.cluster.slurm_jobs import Launcher
 from tests.slurm import Slurm, wait_until
 from weft.cluster import hyperpod, slurm
-from weft.cluster.submit import JobRequest
+from weft.cluster.job_request import JobRequest
 from weft.config.schema import Job
 
 SOURCE = Path(__file__).with_name("auto_resume.c")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.cluster.submit import JobRequest, node_overrides
+from weft.cluster.job_request import JobRequest
+from weft.cluster.submit import node_overrides
 from weft.config.errors import ConfigError
 from weft.config.reader import read_job
 

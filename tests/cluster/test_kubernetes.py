@@ -13,7 +13,7 @@ import yaml
 
 from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from weft.cluster import kubernetes, submit
-from weft.cluster.submit import is_active
+from weft.cluster.job_request import is_active
 from weft.config.errors import WeftError
 from weft.train.environment import detect_environment
 

@@ -19,10 +19,10 @@ from tests.cluster.requests import format_errors, own_recipe, request
 from tests.harness import ROOT
 from weft.cluster import sagemaker, sagemaker_options
 from weft.cluster.cloudwatch import metric_definitions
+from weft.cluster.job_request import JobRequest
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.cluster.sagemaker_request import request_shape, to_python
 from weft.cluster.sagemaker_storage import verify_file_systems
-from weft.cluster.submit import JobRequest
 from weft.config.errors import InvalidConfig, WeftError
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")

@@ -18,12 +18,10 @@ from tests.cluster.requests import format_errors, own_recipe, request
 from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import slurm
-from weft.cluster.submit import (
+from weft.cluster.job_request import (
     INTEGER_PATTERN,
     JobRequest,
     Option,
-    SubmittedJob,
-    build_request,
     build_script,
     check_name,
     check_options,
@@ -33,6 +31,7 @@ from weft.cluster.submit import (
     standalone_recipe,
     to_yaml,
 )
+from weft.cluster.submit import SubmittedJob, build_request
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.config.schema import Job

@@ -41,7 +41,7 @@ def test_lora_plus_steps_equal_those_of_two_groups(name: str) -> None:
     ours, theirs = parameters(), parameters()
     build = OPTIMIZERS["adamw"] if name == "adamw" else None
     if build is None:
-        from weft.optim.muon import build_muon
+        from weft.optim.optimizer import build_muon
 
         build = build_muon
     assert not isinstance(build, str)

@@ -14,8 +14,8 @@ from tests.harness import run_ranks
 from tests.small import full_tensor, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import OptimSection
-from weft.optim.muon import _MatrixExchange, build_muon, orthogonalize
-from weft.optim.optimizer import masked_step, set_learning_rate
+from weft.optim.muon import _MatrixExchange, orthogonalize
+from weft.optim.optimizer import build_muon, masked_step, set_learning_rate
 from weft.train.setup import build
 
 MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)

@@ -24,10 +24,10 @@ from weft.config.schema import OptimGroup, OptimSection
 from weft.config.writer import to_toml
 from weft.models import decoder
 from weft.models.families.llama import PRESETS
-from weft.optim.muon import build_muon
 from weft.optim.optimizer import (
     SCHEDULES,
     build_adamw,
+    build_muon,
     build_optimizer,
     clip_scale,
     compute_grad_norm,

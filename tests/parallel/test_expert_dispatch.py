@@ -29,11 +29,11 @@ from weft.models.decoder_config import DecoderConfig
 from weft.models.moe import Experts
 from weft.parallel import expert_dispatch
 from weft.parallel.deepep import DeepEP
+from weft.parallel.dispatchers import find_overflow
 from weft.parallel.expert_dispatch import (
     AllToAll,
     PaddedAllToAll,
     apply_in_chunks,
-    find_overflow,
     row_capacity,
 )
 from weft.plan.plan import Machine, Plan

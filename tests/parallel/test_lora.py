@@ -24,7 +24,7 @@ from weft.models.decoder_costs import num_matmul_params
 from weft.models.families.llama import PRESETS
 from weft.models.family import Init
 from weft.parallel import lora
-from weft.parallel.lora import LoraLinear
+from weft.parallel.lora_layers import LoraLinear
 from weft.parallel.quantized import NF4, dequantize_matrix, quantize_matrix, quantized_linear
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 from weft.plan.plan import Machine, Plan

@@ -17,8 +17,8 @@ from tests.parallel.test_layouts import distance
 from tests.parallel.test_lora import TOLERANCE, WIDE, many_adapter_gradients
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.parallel.initialization import GOLDEN, mix_bits
-from weft.parallel.lora import LoraLayer
 from weft.parallel.lora_dropout import AdapterDropout, apply_mask, is_kept
+from weft.parallel.lora_layers import LoraLayer
 from weft.train.setup import build
 
 DROPOUT: Overrides = [*WIDE, ("lora.dropout", "0.2"), ("lora.alpha", "6")]

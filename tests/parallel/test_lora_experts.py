@@ -22,8 +22,9 @@ from weft.models import FAMILIES
 from weft.models.family import Init
 from weft.models.layers import grouped_linear
 from weft.models.moe import ExpertLinear, moe_layers
-from weft.parallel.lora import ADAPTER_INIT, LoraExpertLinear, LoraLayer, apply_lora
+from weft.parallel.lora import ADAPTER_INIT, apply_lora
 from weft.parallel.lora_dropout import apply_lora_dropout, is_kept
+from weft.parallel.lora_layers import LoraExpertLinear, LoraLayer
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix, quantized_linear
 from weft.plan.lora_plan import is_target, lora_scaling, training_cost
 from weft.plan.plan import Machine

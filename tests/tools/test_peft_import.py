@@ -32,6 +32,7 @@ from weft.models.hf_mapping import from_hf_config, get_hf_mapping, param_shapes,
 from weft.monitor.terminal import quiet_console
 from weft.plan.lora_plan import is_target
 from weft.plan.model_config import resolve_section
+from weft.tools.adapter_path import adopt_paths
 from weft.tools.hf_import import import_model
 from weft.tools.inference_model import find_checkpoint
 from weft.tools.load_module import load_module
@@ -122,7 +123,7 @@ def prepare(source: Path, adapter: Path | str, run: Path, *more: tuple[str, str]
         ("run.nproc_per_node", "1"),
         *more,
     ]
-    return prepare_job("lora", overrides)
+    return prepare_job("lora", overrides, adopt=adopt_paths)
 
 
 def test_run_starts_with_the_adapter_and_exports_it_bit_equal(source: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def train(
     errors = ConfigErrors()
     pairs = encode_overrides(overrides, errors)
     request = TrainRequest(os.fspath(recipe), pairs, list(errors), force)
-    run_dir, status = run_in_child("weft.api.tasks:train_recipe", request)
+    run_dir, status = run_in_child("train_recipe", request)
     if status == UNHEALTHY:
         raise TrainingFailed("this node failed its check before the start", status)
     return RunHandle(run_dir)
@@ -124,11 +124,12 @@ def plan(
     from weft.estimate.forecast import forecast
     from weft.estimate.forecast_text import render_plan
     from weft.plan.plan_text import plan_recipe
+    from weft.tools.adapter_path import adopt_paths
     from weft.train.machine import detect_machine
 
     errors, name = ConfigErrors(), os.fspath(recipe)
     pairs = encode_overrides(overrides, errors)
-    planned, machine = plan_recipe(name, pairs, errors, cluster, detect_machine)
+    planned, machine = plan_recipe(name, pairs, errors, cluster, detect_machine, adopt=adopt_paths)
     device = device_spec(planned, machine)
     prediction = forecast(planned, machine, device, cached=True)
     advice = [] if device is None else advise(planned, machine, device, prediction, cached=True)
@@ -169,7 +170,7 @@ def verify(
         if not low <= value <= high:
             errors.add(key, f"must be an integer between {low} and {high}", value=value)
     request = VerifyRequest(os.fspath(recipe), pairs, list(errors), resume, ranks, steps)
-    result: VerifyResult = run_in_child("weft.api.tasks:verify_recipe", request)
+    result: VerifyResult = run_in_child("verify_recipe", request)
     return result
 
 
@@ -231,7 +232,7 @@ def compare(
         plan_only=plan_only,
         cluster=cluster,
     )
-    result: Comparison = run_in_child("weft.api.tasks:compare_recipes", request)
+    result: Comparison = run_in_child("compare_recipes", request)
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -29,8 +28,9 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         function, args = connection.recv()
         sys.path.append(os.getcwd())  # for module:attribute names, as in weft.cli.main
-        module, _, name = function.partition(":")
-        answer = ("result", getattr(importlib.import_module(module), name)(*args))
+        from weft.api import tasks
+
+        answer = ("result", getattr(tasks, function)(*args))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         answer = ("exit", INTERRUPTED)

@@ -52,10 +52,10 @@ class Exited(WeftError):
 
 
 def run_in_child(function: str, *args: Any) -> Any:
-    """Call ``module:name`` with ``args`` in a new process; return its result.
+    """Call a function of `weft.api.tasks` in a new process; return its result.
 
     Args:
-        function: is imported in the new process.
+        function: its name; only the new process imports it.
         *args: must pickle, as must the result.
 
     Raises:

@@ -47,11 +47,12 @@ def train_recipe(request: TrainRequest) -> tuple[str, int]:
     sys.argv = ["weft", "train", recipe, *(f"--{key}={text}" for key, text in overrides)]
     from weft.cluster.start import start_training, train_rank
     from weft.monitor.terminal import quiet_console
+    from weft.tools.adapter_path import adopt_paths
     from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
     from weft.train.machine import is_launched_rank
 
-    base, plan = prepare_job(recipe, overrides, errors)
+    base, plan = prepare_job(recipe, overrides, errors, adopt_paths)
     if not is_launched_rank():
         console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
         return plan.run_dir, start_training(base, plan, recipe, console, force)

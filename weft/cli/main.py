@@ -33,6 +33,7 @@ from weft.cli.verify_command import add_verify
 from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.escaping import escaping_stream, is_one_line
+from weft.version import __version__
 
 GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
     "Train": (add_train, add_launch, add_job),
@@ -46,7 +47,7 @@ GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
 def build_parser() -> CommandParser:
     """Return the parser of all commands, in the order of the help."""
     parser = CommandParser(prog="weft", description=weft.__doc__)
-    parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_commands()
     for title, functions in GROUPS.items():
         for add in functions:

@@ -56,6 +56,7 @@ def add_plan(commands: Commands) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """Print the predicted memory and step time of a recipe."""
     from weft.plan.plan_text import format_placement, plan_recipe
+    from weft.tools.adapter_path import adopt_paths
     from weft.tools.variants import parse_price
     from weft.train.machine import detect_machine
 
@@ -85,6 +86,7 @@ def run_plan(options: argparse.Namespace) -> int:
         options.cluster,
         detect_machine,
         any_layout=options.search,
+        adopt=adopt_paths,
     )
     if options.search:
         return search_layouts(options, plan, machine)

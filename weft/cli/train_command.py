@@ -32,13 +32,14 @@ def run_train(options: argparse.Namespace) -> int:
     from weft.cluster.rank_exit import TrainingFailed, exit_process
     from weft.cluster.start import start_training, train_rank
     from weft.monitor.terminal import quiet_console
+    from weft.tools.adapter_path import adopt_paths
     from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
     from weft.train.machine import is_launched_rank
 
     if options.json and not options.dry_run:
         options.errors.add("--json", "needs --dry-run", "add --dry-run", value=True)
-    base, plan = prepare_job(options.recipe, options.overrides, options.errors)
+    base, plan = prepare_job(options.recipe, options.overrides, options.errors, adopt_paths)
     if options.dry_run:
         from weft.plan.plan_text import describe_plan
         from weft.train.machine import detect_machine

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import weft
 from weft.cluster import FAILED, INTERRUPTED
 from weft.cluster.device_benchmark import last_line
 from weft.cluster.doctor import collect_job_facts, count_visible_gpus
@@ -51,6 +50,7 @@ from weft.config.schema import replace as changed
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.plan.devices import GIB
 from weft.tools.experiment import failure_reason
+from weft.version import PACKAGE_DIR
 
 TOUR_SECONDS = 20 * 60.0
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
@@ -60,7 +60,7 @@ CPU_RANKS = 2
 RUN_BYTES = 1 << 30  # free disk for a run without checkpoints
 SAVED_BYTES = 4 * 12  # per parameter: two runs, and each has two checkpoints while it saves
 LOG_LINES = 15  # of the output of a failed stage, for the page
-CLONE = Path(weft.__file__).parents[1]
+CLONE = PACKAGE_DIR.parent
 
 
 class StageSkipped(Exception):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cluster.submit import RUN_DIR, JobRequest
+from weft.cluster.job_request import RUN_DIR, JobRequest
 from weft.config.errors import ConfigErrors
 
 # Every host of a HyperPod cluster with Slurm has this directory.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.submit import (
+from weft.cluster.job_request import (
     INTEGER_PATTERN,
     RUN_DIR,
     JobRequest,

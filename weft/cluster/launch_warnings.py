@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from weft.cluster import hyperpod
-from weft.cluster.submit import JobRequest
+from weft.cluster.job_request import JobRequest
 
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100

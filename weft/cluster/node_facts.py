@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-import weft
+from weft.version import __version__
 
 # Timeout for other nodes and for the device benchmark, which takes long on a busy machine.
 WAIT_SECONDS = 180.0
@@ -155,7 +155,7 @@ class Facts:
     device: str = "cpu"  # type of device that the job uses
     nodes: int = 1  # maximum number of nodes of the job
     min_nodes: int = 1  # minimum number of nodes of the job
-    weft: str = weft.__version__
+    weft: str = __version__
     torch: str = ""
     cuda: str = ""  # version for which torch was built
     python: str = platform.python_version()

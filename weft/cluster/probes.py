@@ -26,7 +26,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import weft
 from weft.checkpoint.storage import (
     create_file,
     is_remote,
@@ -48,6 +47,7 @@ from weft.cluster.node_facts import (
 from weft.config.errors import WeftError
 from weft.config.files import replace_text
 from weft.config.mounts import S3_MOUNT, S3_MOUNT_RULE, find_mount
+from weft.version import __version__
 
 RENAMES, RENAME_SECONDS = 50, 1.0
 CLOCK_SAMPLES = 5
@@ -325,7 +325,7 @@ def probe_endpoint(endpoint: str) -> str:
 
 def package_versions() -> dict[str, str]:
     """Return the versions that must be equal on every node."""
-    versions = {"weft": weft.__version__, "python": platform.python_version()}
+    versions = {"weft": __version__, "python": platform.python_version()}
     for name in ("torch", "numpy"):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)

@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.cloudwatch import metric_definitions
-from weft.cluster.sagemaker_options import check_sagemaker_options, s3_data, time_limits
-from weft.cluster.sagemaker_request import check_request
-from weft.cluster.sagemaker_storage import CHANNELS, make_channels, verify_file_systems
-from weft.cluster.submit import (
+from weft.cluster.job_request import (
     RUN_DIR,
     JobRequest,
     build_script,
@@ -32,6 +29,9 @@ from weft.cluster.submit import (
     standalone_recipe,
     warn_unchecked,
 )
+from weft.cluster.sagemaker_options import check_sagemaker_options, s3_data, time_limits
+from weft.cluster.sagemaker_request import check_request
+from weft.cluster.sagemaker_storage import CHANNELS, make_channels, verify_file_systems
 from weft.config.errors import ConfigErrors, WeftError
 
 FILE_SUFFIX = ".json"

@@ -10,9 +10,7 @@ import math
 import re
 from contextlib import suppress
 
-from weft.cluster.sagemaker_request import instance_types
-from weft.cluster.sagemaker_storage import FILE_SYSTEM_OPTIONS, check_file_systems
-from weft.cluster.submit import (
+from weft.cluster.job_request import (
     BOOLEAN_RULE,
     INTEGER_PATTERN,
     JobRequest,
@@ -21,6 +19,8 @@ from weft.cluster.submit import (
     check_options,
     parse_duration,
 )
+from weft.cluster.sagemaker_request import instance_types
+from weft.cluster.sagemaker_storage import FILE_SYSTEM_OPTIONS, check_file_systems
 from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job
 

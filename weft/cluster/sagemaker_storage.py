@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from weft.cluster.submit import RUN_DIR, JobRequest, Option
+from weft.cluster.job_request import RUN_DIR, JobRequest, Option
 from weft.config.errors import ConfigErrors
 from weft.config.mounts import find_mount
 from weft.config.schema import Job, flatten

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cluster.submit import (
+from weft.cluster.job_request import (
     BOOLEAN_RULE,
     INTEGER_PATTERN,
     RUN_DIR,

@@ -32,8 +32,7 @@ from markupsafe import Markup
 
 from weft.cluster import REQUEUE, hyperpod
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
-from weft.cluster.requeue import REQUEUE_DIR
-from weft.cluster.submit import (
+from weft.cluster.job_request import (
     JobRequest,
     ToolError,
     build_script,
@@ -43,6 +42,7 @@ from weft.cluster.submit import (
     render_template,
     run_cli,
 )
+from weft.cluster.requeue import REQUEUE_DIR
 from weft.config.errors import ConfigErrors, WeftError
 from weft.config.escaping import is_one_line
 

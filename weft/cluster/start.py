@@ -19,7 +19,6 @@ import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
-import weft
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
@@ -71,6 +70,7 @@ from weft.train.job_checks import plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings
 from weft.train.state import checkpoint_dir
+from weft.version import __version__
 
 # The final report traces the pipeline stages, about one second each.  It does so only after runs of
 # at least this many seconds, with at most this many stages.
@@ -339,7 +339,7 @@ def print_plan(
     layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
     has_frozen = plan.num_trainable_params < plan.num_params
     console.print(
-        f"weft {weft.__version__}  {run_title(plan, recipe)}: "
+        f"weft {__version__}  {run_title(plan, recipe)}: "
         f"{format_count(plan.num_params)} parameters, "
         f"{f'{format_count(plan.num_trainable_params)} of them trained, ' if has_frozen else ''}"
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"

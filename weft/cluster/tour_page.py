@@ -14,13 +14,13 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import weft
 from weft.cluster.node_facts import Facts, Finding, parse_count, parse_topology
 from weft.cluster.tour_results import Row, StageResult, divide
 from weft.cluster.tour_stages import EFFECTS
 from weft.config.files import only_finite
 from weft.plan.devices import GIB
 from weft.train.run_dir import git_commit
+from weft.version import __version__
 
 NOTES = """\
 *Measured* is the median of the steps after the first two; *ms* are those of one profiled step, the
@@ -71,7 +71,7 @@ def describe_machine(facts: Facts) -> dict[str, str]:
         "torch": f"{facts.torch}, for {'CUDA ' + facts.cuda if facts.cuda else 'CPUs'}",
         "torchao": package_version("torchao"),
         "triton": package_version("triton"),
-        "weft": f"{weft.__version__}, {f'commit {commit}' if commit else 'a package'}",
+        "weft": f"{__version__}, {f'commit {commit}' if commit else 'a package'}",
         "Python, kernel": f"{facts.python}, {facts.kernel}",
         "CPU": f"{facts.usable} of {facts.cores} cores, {facts.memory / GIB:.0f} GiB of memory",
         "disk": f"{disk.kind}, {speeds}, {disk.free / GIB:.0f} GiB free",

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-import weft
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
@@ -45,6 +44,7 @@ from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.plan import Machine, PipelinePlan, Plan, Stage
 from weft.plan.resolve import resolve
 from weft.plan.sharding import resolve_reshard
+from weft.version import __version__
 
 # Fitting layouts to trace in the recipe's precision and in the other one; the most to trace in the
 # recipe's, fitting or not.
@@ -510,7 +510,7 @@ def render_recipe(result: SearchResult, job: Job, recipe: str, cluster: str) -> 
         "" if prediction.capacity_bytes is None else f" of {prediction.capacity_bytes / GIB:.0f}"
     )
     header = [
-        f"weft {weft.__version__} found this layout on {date.today()}, the best of "
+        f"weft {__version__} found this layout on {date.today()}, the best of "
         f"{result.num_considered:,} layouts on {plan.world_size:,} ranks:",
         f"weft plan {recipe} --cluster {cluster} --search",
         f"Predicted: {prediction.step_seconds:.3f} s per step (within {prediction.error:.0%}), "

@@ -52,6 +52,7 @@ from weft.models import Family
 from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import context_parallel
+from weft.parallel import mesh as mesh_module
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import create_group, get_group_ranks
 from weft.plan.pipeline_schedule import (
@@ -104,7 +105,7 @@ def build_fake(plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]:
     with (
         patch.object(setup, "allocate", allocate),
         patch.object(setup, "init_params", _skip_init),
-        patch("weft.parallel.mesh.create_group", _create_group),
+        patch.object(mesh_module, "create_group", _create_group),
     ):
         return build(plan, rank), plan
 

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 
-import weft
 from weft.config.files import replace_bytes
 from weft.config.schema import flatten
 from weft.plan.plan import Plan
+from weft.version import PACKAGE_DIR
 
 T = TypeVar("T")
 
@@ -99,6 +99,6 @@ def _hash(plans: tuple[Plan, ...], others: tuple[object, ...]) -> str:
 def _hash_of_weft() -> str:
     """Return a hash of weft's source code."""
     digest = hashlib.sha256()
-    for path in sorted(Path(weft.__file__).parent.rglob("*.py")):
+    for path in sorted(PACKAGE_DIR.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

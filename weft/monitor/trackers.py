@@ -149,8 +149,16 @@ class Jsonl(JsonlFile):
         self.append([record.to_dict()])
 
 
-SINKS: dict[str, SinkFactory | str] = {
-    "tensorboard": "weft.monitor.tracker_services:TensorBoard",
-    "wandb": "weft.monitor.tracker_services:WeightsAndBiases",
-    "mlflow": "weft.monitor.tracker_services:MLflow",
+def _open_service(name: str, run_dir: Path, job: Job, resumed_step: int) -> Sink:
+    """Import a tracker's package, which may take seconds, when a run uses it."""
+    from weft.monitor import tracker_services
+
+    sink: Sink = getattr(tracker_services, name)(run_dir, job, resumed_step)
+    return sink
+
+
+SINKS: dict[str, SinkFactory] = {
+    "tensorboard": partial(_open_service, "TensorBoard"),
+    "wandb": partial(_open_service, "WeightsAndBiases"),
+    "mlflow": partial(_open_service, "MLflow"),
 }

@@ -35,11 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from weft.config.schema import OptimSection
 from weft.optim.lean import MUON_MOMENTS, LowPrecisionAdamW
-from weft.optim.optimizer import adamw_options
 from weft.parallel.dtensor import is_dtensor, shard_bounds, to_local
 from weft.parallel.mesh import Groups, create_mesh
 from weft.parallel.private import without_fake_tensors
@@ -289,8 +286,3 @@ def _narrow(matrix: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         matrix = matrix.narrow(dim, offset, size)
     return matrix
-
-
-def build_muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
-    """Build Muon for the blocks' matrices, AdamW for the rest."""
-    return Muon(groups, momentum=optim.momentum, **adamw_options(optim))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.config.errors import lookup
 from weft.config.schema import OptimGroup, OptimSection
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 from weft.parallel.private import set_grad_scaling, to_group_device
@@ -29,8 +28,9 @@ def build_adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimiz
     """Build AdamW (Loshchilov and Hutter, 2019) with the fused kernel."""
     options = adamw_options(optim)
     if options["state_dtype"] != "float32":
-        adamw: type[Optimizer] = lookup("weft.optim.lean:LowPrecisionAdamW", {})
-        return adamw(groups, **options)
+        from weft.optim.lean import LowPrecisionAdamW
+
+        return LowPrecisionAdamW(groups, **options)
     del options["state_dtype"]
     return torch.optim.AdamW(groups, fused=True, **options)
 
@@ -41,10 +41,14 @@ def adamw_options(optim: OptimSection) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": betas, "eps": optim.eps, "state_dtype": optim.state_dtype}
 
 
-OPTIMIZERS: dict[str, BuildOptimizer | str] = {
-    "adamw": build_adamw,
-    "muon": "weft.optim.muon:build_muon",
-}
+def build_muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
+    """Build Muon, with AdamW for parameters that are not matrices; see `weft.optim.muon`."""
+    from weft.optim.muon import Muon
+
+    return Muon(groups, momentum=optim.momentum, **adamw_options(optim))
+
+
+OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": build_adamw, "muon": build_muon}
 
 
 def build_optimizer(

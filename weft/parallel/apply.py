@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.config.errors import lookup
 from weft.models import Family
 from weft.models.family import TensorParallelSpec
 from weft.parallel.activation_checkpoint import (
@@ -133,8 +132,9 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
 
     # After torch.compile, because offloading hooks the tensors that the compiled forward saves.
     if job.activation_checkpoint.offload:
-        offload: Any = lookup("weft.parallel.activation_offload:apply_activation_offload", {})
-        offload(blocks, job.activation_checkpoint.offload_prefetch)
+        from weft.parallel.activation_offload import apply_activation_offload
+
+        apply_activation_offload(blocks, job.activation_checkpoint.offload_prefetch)
 
     # FSDP is last: it replaces the parameters by shards and decides when they are gathered.
     if plan.uses_fsdp:
@@ -163,14 +163,18 @@ def _add_adapters(
     model: nn.Module, blocks: list[nn.Module], plan: Plan, float8_names: list[str], sharding: Any
 ) -> Any:
     """Apply LoRA, if there are adapters; return the extended table ``sharding``."""
-    add: Any = lookup("weft.parallel.lora:add_adapters", {}) if plan.lora_rank else None
-    return add(model, blocks, plan, float8_names, sharding) if add else sharding
+    if not plan.lora_rank:
+        return sharding
+    from weft.parallel.lora import add_adapters
+
+    return add_adapters(model, blocks, plan, float8_names, sharding)
 
 
 def _add_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
     if probability := plan.job.lora.dropout:
-        add: Any = lookup("weft.parallel.lora_dropout:add_lora_dropout", {})
-        add(model, blocks, probability, plan, mesh.coordinates["tp"])
+        from weft.parallel.lora_dropout import add_lora_dropout
+
+        add_lora_dropout(model, blocks, probability, plan, mesh.coordinates["tp"])
 
 
 def _shard_tensors(
@@ -199,7 +203,8 @@ def _shard_tensors(
 
 def _split_tokens_of_experts(moe_layers: list[Any], plan: Plan, mesh: Mesh) -> None:
     if plan.etp < plan.tp:
-        split_tokens: Any = lookup("weft.parallel.whole_experts:split_tokens", {})
+        from weft.parallel.whole_experts import split_tokens
+
         split_tokens(moe_layers, mesh.get_group("tp"), plan.sequence_parallel)
 
 

@@ -46,7 +46,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from weft.config.errors import lookup
 from weft.config.schema import ParallelSection
 from weft.parallel.dtensor import num_shards
 from weft.parallel.mesh import create_mesh
@@ -172,8 +171,9 @@ def _set_communication(
     ranks = shard_mesh.size()
     if parallel.hierarchical_gather and node_size is not None and 1 < node_size < ranks:
         check_divides("node_size", node_size, ranks)
-        module = "weft.parallel.hierarchical_gather"
-        gather = lookup(f"{module}:HierarchicalAllGather", {})(shard_mesh, node_size)
+        from weft.parallel.hierarchical_gather import HierarchicalAllGather
+
+        gather = HierarchicalAllGather(shard_mesh, node_size)
     for unit in _fsdp_modules(model):
         # A divide factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)

@@ -28,17 +28,15 @@ rows of a chunk that a rank receives, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from weft.config.errors import lookup
 from weft.config.schema import ParallelSection
 from weft.models.layers import group_sizes, is_fake, run_function
 from weft.parallel.collectives import c10d_functional
@@ -90,17 +88,6 @@ class Dispatcher(Protocol):
 
 
 DispatcherFactory = Callable[[dist.ProcessGroup, ParallelSection], Dispatcher]
-
-
-def enable_dispatch(
-    layers: Iterable[nn.Module], group: dist.ProcessGroup, section: ParallelSection
-) -> None:
-    """Let experts exchange rows with the ranks of ``group``, in place."""
-    factory: DispatcherFactory = lookup(section.ep_dispatch, DISPATCHERS)
-    dispatcher = factory(group, section)
-    for experts in layers:
-        vars(experts)["dispatcher"] = dispatcher
-        experts.forward = partial(apply_in_chunks, experts.forward, dispatcher, section.ep_chunks)
 
 
 def apply_in_chunks(
@@ -174,39 +161,9 @@ class PaddedAllToAll(AllToAll):
         return dispatch
 
 
-DISPATCHERS: Mapping[str, DispatcherFactory | str] = {
-    "alltoall": AllToAll,
-    "padded": PaddedAllToAll,
-    "deepep": "weft.parallel.deepep:DeepEP",
-}
-
-
 def row_capacity(num_rows: int, num_parts: int, factor: float) -> int:
     """Return C for rows that perfect balance would split into ``num_parts``."""
     return min(num_rows, -int(-num_rows * factor // num_parts))
-
-
-def find_overflow(
-    model_parts: Iterable[nn.Module], num_ranks: int, section: ParallelSection, device: torch.device
-) -> Overflow | None:
-    """Return the `Overflow` of this rank's dispatchers; None if all rows fit.
-
-    Args:
-        model_parts: this rank's parts of the model.
-        num_ranks: expert-parallel degree.
-        section: the section ``[parallel]``.
-        device: of the model.
-    """
-    factory: Any = lookup(section.ep_dispatch, DISPATCHERS) if num_ranks > 1 else None
-    is_padded = isinstance(factory, type) and issubclass(factory, PaddedAllToAll)
-    if not is_padded or section.ep_capacity_factor >= num_ranks * section.ep_chunks:
-        return None
-    overflow = Overflow(device)
-    for part in model_parts:
-        for module in part.modules():
-            if isinstance(dispatcher := vars(module).get("dispatcher"), PaddedAllToAll):
-                dispatcher.overflow = overflow
-    return overflow
 
 
 class Overflow:

@@ -30,7 +30,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from weft.config.errors import lookup
 from weft.config.schema import ParallelSection
 from weft.models.moe import Experts
 from weft.parallel.tensor_parallel import use_local_parameter
@@ -50,7 +49,8 @@ def apply_expert_parallel(
         for module in list(experts.modules()):
             for name, param in list(module.named_parameters(recurse=False)):
                 _shard_expert_parameter(module, name, param, mesh)
-    enable_dispatch: Any = lookup("weft.parallel.expert_dispatch:enable_dispatch", {})
+    from weft.parallel.dispatchers import enable_dispatch
+
     enable_dispatch(layers, mesh.get_group("ep"), section)
 
 

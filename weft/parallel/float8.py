@@ -41,7 +41,8 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,8 +71,9 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
     convert = get_converter(recipe, emulate)
     for name, module in list(model.named_modules()):
         if name in selected and isinstance(module, ExpertLinear):
-            product = import_quietly("weft.parallel.float8_experts").float8_grouped_linear
-            module.product = partial(product, recipe=recipe, emulate=emulate)
+            with without_warnings():
+                from weft.parallel.float8_experts import float8_grouped_linear
+            module.product = partial(float8_grouped_linear, recipe=recipe, emulate=emulate)
         elif name in selected:
             model.set_submodule(name, convert(module))
 
@@ -91,13 +93,20 @@ def get_converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
     return partial(float8.convert_to_float8_training, config=config)
 
 
-def import_quietly(module: str) -> Any:
-    """Import a module without the warnings of torchao about other hardware."""
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Log no warning: importing torchao warns about other hardware."""
     logging.disable(logging.WARNING)
     try:
-        return importlib.import_module(module)
+        yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def import_quietly(module: str) -> Any:
+    """Import a module of another package `without_warnings`."""
+    with without_warnings():
+        return importlib.import_module(module)
 
 
 class MXLinear(nn.Linear):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.layers import add_bias, run_function
-from weft.parallel.float8 import get_converter, import_quietly
-from weft.parallel.lora import FrozenLinear
+from weft.parallel.float8 import get_converter, import_quietly, without_warnings
+from weft.parallel.lora_layers import FrozenLinear
 from weft.parallel.quantized import dequantize_matrix
 
 # (values [..., K], matrix [N, K]) -> [..., N]
@@ -41,14 +41,15 @@ def frozen_float8_linear(recipe: str, emulate: bool) -> FrozenLinear:
     layer: Any = get_converter(recipe, emulate)(nn.Linear(32, 32, bias=False, device="meta"))
     products = _mx_products(layer) if recipe == "mxfp8" else _float8_products(layer)
     function = _make_function(*products)
-    experts = import_quietly("weft.parallel.float8_experts").float8_grouped_linear
+    with without_warnings():
+        from weft.parallel.float8_experts import float8_grouped_linear
 
     def linear(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, counts_E: Tensor | None = None
     ) -> Tensor:
         if counts_E is None:
             return add_bias(run_function(function, x, weight), bias)
-        return add_bias(experts(x, weight, counts_E, recipe, emulate), bias, counts_E)
+        return add_bias(float8_grouped_linear(x, weight, counts_E, recipe, emulate), bias, counts_E)
 
     vars(linear)["layer"] = layer
     return linear

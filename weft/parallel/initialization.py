@@ -17,12 +17,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.parallel.dtensor import iter_flat_indices, shard_like, shard_offsets, to_local
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
@@ -131,7 +129,8 @@ def store_float32(param: Tensor, buffer: Tensor) -> None:
         local.copy_(values)
         return
     kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[-1])
-    quantize_matrix: Any = lookup("weft.parallel.quantized:quantize_matrix", {})
+    from weft.parallel.quantized import quantize_matrix
+
     rows = max(1, QUANTIZE_ELEMENTS // max(1, values.shape[1:].numel()))
     for first in range(0, values.shape[0], rows):
         chunk = slice(first, first + rows)

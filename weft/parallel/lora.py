@@ -28,24 +28,19 @@ complete.  The gradient of the replicated factor is a partial sum on each rank: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from weft.config.errors import lookup
 from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import linear
-from weft.models.moe import ExpertLinear
-from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target, lora_scaling
-from weft.plan.matrices import Linear, find_linear_layers
+from weft.parallel.lora_layers import FrozenLinear, LoraExpertLinear, LoraLinear
+from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target
+from weft.plan.matrices import find_linear_layers
 from weft.plan.plan import Plan
-
-# Like `weft.models.layers.linear`.
-FrozenLinear = Callable[..., Tensor]
 
 ADAPTER_INIT = {
     "lora_A": Init("fan_in"),
@@ -54,69 +49,6 @@ ADAPTER_INIT = {
     "lora_embedding_A": Init("zeros"),  # of `weft.parallel.lora_embedding`
     "lora_embedding_B": Init("truncated_normal", 1.0),
 }
-
-
-class LoraLayer(nn.Module):
-    """A frozen layer with an adapter.
-
-    Args:
-        layer: linear layer, or one per expert; this one takes its weight and its bias.
-        section: the section ``[lora]``; None: no adapter, the weight is only quantized.
-        linear: product with the frozen weight.
-    """
-
-    weight: Any
-    bias: Any
-    lora_A: nn.Module | None
-    scaling: float
-    dropout: nn.Module | None  # of `weft.parallel.lora_dropout`
-
-    def __init__(self, layer: Linear, section: LoraSection | None, linear: FrozenLinear) -> None:
-        nn.Module.__init__(self)
-        self.linear = linear
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
-        self.lora_A = self.dropout = None
-        if section is not None:
-            build: Callable[..., nn.Module] = partial(nn.Linear, bias=False)
-            if isinstance(layer, ExpertLinear):
-                build = partial(ExpertLinear, layer.num_experts)
-            with layer.weight.device:
-                self.lora_A = build(self.in_features, section.rank)
-                self.lora_B = build(section.rank, self.out_features)
-            self.scaling = lora_scaling(section)
-
-    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Map ``[..., inputs]`` to ``[..., outputs]``; ``counts``: see `Experts.forward`."""
-        out = self.linear(x, self.weight, self.bias, *counts[:1])
-        if self.lora_A is None:
-            return out
-        return out + self.adapter_output(x, *counts)
-
-    def adapter_output(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Return the adapter's part of the output."""
-        assert self.lora_A is not None
-        if self.dropout is not None and self.training:
-            x = self.dropout(x, *counts[1:])
-        counts = counts[:1]
-        hidden: Tensor = self.lora_A(x, *counts)
-        update: Tensor = self.lora_B(hidden * self.scaling, *counts)
-        return update
-
-    def merged_weight(self) -> Tensor:
-        """Return the weight with the adapter, ``[outputs, inputs]``."""
-        a: Any = self.lora_A
-        b: Any = self.lora_B
-        merged: Tensor = self.weight + self.scaling * b.weight @ a.weight
-        return merged
-
-
-class LoraLinear(LoraLayer, nn.Linear):
-    """A frozen linear layer with an adapter."""
-
-
-class LoraExpertLinear(LoraLayer, ExpertLinear):
-    """Frozen linear layers of experts, each with an adapter."""
 
 
 def add_adapters(
@@ -132,8 +64,10 @@ def add_adapters(
     """
     linears: dict[str, FrozenLinear] = {}
     if float8_names:
-        build: Any = lookup("weft.parallel.float8_frozen:frozen_float8_linear", {})
-        linears = dict.fromkeys(float8_names, build(plan.float8, plan.float8_emulated))
+        from weft.parallel.float8_frozen import frozen_float8_linear
+
+        product = frozen_float8_linear(plan.float8, plan.float8_emulated)
+        linears = dict.fromkeys(float8_names, product)
     apply_lora(model, blocks, plan.job.lora, getattr(torch, plan.compute_dtype), linears)
     return add_adapter_sharding(sharding)
 
@@ -168,18 +102,22 @@ def apply_lora(
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
     in_blocks: FrozenLinear = linear
     if quantized:
-        in_blocks = lookup("weft.parallel.quantized:quantized_linear", {})
-    for name, layer in outer.items() - layers.items():
-        embedding: Any = lookup("weft.parallel.lora_embedding:LoraEmbedding", {})
-        model.set_submodule(name, embedding(layer, section))
+        from weft.parallel.quantized import quantized_linear
+
+        in_blocks = quantized_linear
+    for name in outer.keys() - layers.keys():
+        from weft.parallel.lora_embedding import LoraEmbedding
+
+        embedding: Any = outer[name]
+        model.set_submodule(name, LoraEmbedding(embedding, section))
     for name, layer in layers.items():
         product = linear if name in outer else in_blocks
         target = section if is_target(name, section) else None
         kind = LoraLinear if isinstance(layer, nn.Linear) else LoraExpertLinear
         if section.dora and target is not None:
-            kind = lookup("weft.parallel.dora:DoraExpertLinear", {})
-            if isinstance(layer, nn.Linear):
-                kind = lookup("weft.parallel.dora:DoraLinear", {})
+            from weft.parallel.dora import DoraExpertLinear, DoraLinear
+
+            kind = DoraLinear if isinstance(layer, nn.Linear) else DoraExpertLinear
         model.set_submodule(name, kind(layer, target, linears.get(name, product)))
 
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from weft.models.layers import run_function
 from weft.models.moe import MoE
 from weft.parallel.initialization import GOLDEN, mix_bits, mix_int
-from weft.parallel.lora import LoraLayer
+from weft.parallel.lora_layers import LoraLayer
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
 

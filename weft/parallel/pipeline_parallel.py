@@ -12,7 +12,6 @@ Shapes in names: B sequences of a microbatch, T tokens on this rank, D model wid
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -57,7 +56,8 @@ def build_pipeline_schedule(
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    private_schedules: Any = importlib.import_module("weft.parallel.private_schedules")
+    from weft.parallel import private_schedules
+
     pipeline = plan.pipeline
     assert pipeline is not None
     num_stages = len(pipeline.stages)

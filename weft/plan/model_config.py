@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,10 @@ def expand_preset(job: Job) -> Job:
         return job
     first = next(iter(load_family(job.model.kind).presets))
     return replace(job, model={"preset": first, **config.model_dump(mode="json")})
+
+
+# (job, recipe without overrides, run directory) -> the job with the model of its paths, and errors.
+Adopt = Callable[[Job, Job, Path], tuple[Job, list[ConfigError]]]
 
 
 def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:

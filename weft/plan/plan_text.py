@@ -18,7 +18,7 @@ from weft.config.schema import Job, RunSection
 from weft.plan.degrees import NPROC, RANKS
 from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
 from weft.plan.lora_plan import plan_cost
-from weft.plan.model_config import model_name
+from weft.plan.model_config import Adopt, adopt_model, model_name
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, Plan
 from weft.plan.rank_map import format_rank_map
@@ -38,6 +38,7 @@ def plan_recipe(
     cluster: str | None,
     detect_machine: Callable[[RunSection], Machine],
     any_layout: bool = False,
+    adopt: Adopt = adopt_model,
 ) -> tuple[Plan, Machine]:
     """Read a recipe and plan it for a cluster, without reading any data.
 
@@ -51,6 +52,7 @@ def plan_recipe(
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
         detect_machine: returns this machine, by ``run.device``.
         any_layout: if the recipe's degrees do not fit the cluster, plan the nearest layout.
+        adopt: see `resolve`.
 
     Raises:
         InvalidConfig: with every reason why there is no plan.
@@ -72,10 +74,11 @@ def plan_recipe(
             job, note = follow_ranks(job, chosen, machine.world_size)
             notes += [note] if note else []
         with plan_errors.collect():
-            plan = resolve(job, machine, recipe, base)
+            plan = resolve(job, machine, recipe, base, adopt)
         if any_layout and {error.key for error in plan_errors} <= {*DEGREE_KEYS}:
             for nearest in nearest_layouts(job, machine, 1) if plan_errors else []:
-                plan, plan_errors = resolve(nearest, machine, recipe, base), ConfigErrors()
+                plan = resolve(nearest, machine, recipe, base, adopt)
+                plan_errors = ConfigErrors()
         # On a cluster, the cluster sets the number of ranks.
         adapted = plan_errors if is_local else _adapt_to_cluster(plan_errors, job, machine)
         errors.add_independent(adapted)

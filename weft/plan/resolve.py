@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weft.config.errors import ConfigErrors, InvalidConfig, lookup
+from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
@@ -24,7 +24,7 @@ from weft.plan.devices import peak_flops
 from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
 from weft.plan.lora_plan import TrainingCost, outer_targets, training_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
-from weft.plan.model_config import adopt_model, model_name, resolve_section
+from weft.plan.model_config import Adopt, adopt_model, is_complete, model_name, resolve_section
 from weft.plan.optim_rules import check_optimizer, export_warnings
 from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS
@@ -81,7 +81,13 @@ SAME_MODEL_KEYS = (
 )
 
 
-def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
+def resolve(
+    job: Job,
+    machine: Machine,
+    recipe: str = "run",
+    base: Job | None = None,
+    adopt: Adopt = adopt_model,
+) -> Plan:
     """Derive the Plan.
 
     Args:
@@ -89,15 +95,16 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         machine: the hardware that the run uses.
         recipe: name of the recipe, which names the run directory if ``run.dir`` is ``auto``.
         base: the recipe without overrides; the run directory's name has a hash of the difference.
+        adopt: reads ``model.path`` and ``lora.path``.  The default reads no adapter; commands pass
+            `weft.tools.adapter_path.adopt_paths`.  The job of a Plan has been read.
 
     Raises:
         InvalidConfig: with every reason why the job cannot run on this machine.
     """
     recipe_job = base or job
     run_dir = _run_dir(job, recipe, recipe_job)
-    adopt: Any = adopt_model
-    if job.lora.path:
-        adopt = lookup("weft.tools.adapter_path:adopt_adapter", {})
+    if job.lora.path and adopt is adopt_model and not is_complete(job.model):
+        raise ValueError("lora.path has not been read: pass adopt_paths")
     job, path_errors = adopt(job, recipe_job, Path(run_dir))
     job = _fit_seq_len(job, recipe_job)
     errors = ConfigErrors(job)
@@ -217,7 +224,13 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     return replace(plan, warnings=warnings)
 
 
-def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
+def resolve_nodes(
+    job: Job,
+    machine: Machine,
+    recipe: str = "run",
+    base: Job | None = None,
+    adopt: Adopt = adopt_model,
+) -> Plan:
     """Return the Plan on the largest node count of ``run.nodes`` that the job can use.
 
     Its ``node_counts`` lists every node count that the job can use; its warnings name the others.
@@ -229,9 +242,15 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     nodes = node_range(job)
     if not nodes:
         errors.add("run.nodes", "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4")
+<<<<<<< HEAD
         nodes = ONE_NODE
     elif machine.world_size is not None or nodes == ONE_NODE:
         return resolve(job, machine, recipe, base)
+=======
+        nodes = range(1, 2)
+    elif machine.world_size is not None or nodes == range(1, 2):
+        return resolve(job, machine, recipe, base, adopt)
+>>>>>>> d054ddc4 (weft's own modules are imported as such, never by name in a string; no import is circular)
     elif job.run.rendezvous == "auto":
         rule = "names no rendezvous endpoint, which a run on several nodes needs"
         errors.add("run.rendezvous", rule, "use HOST:PORT of one of the nodes")
@@ -245,7 +264,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
         world_size = count * local_world_size
         cluster = replace(machine, world_size=world_size, local_world_size=local_world_size)
         try:
-            plans[count] = resolve(job, cluster, recipe, base)
+            plans[count] = resolve(job, cluster, recipe, base, adopt)
         except InvalidConfig as error:
             rejections[count] = error
     if not plans:

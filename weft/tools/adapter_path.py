@@ -95,6 +95,12 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
     return locate_model(base, with_weights=True, key="--base"), source
 
 
+def adopt_paths(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
+    """Return the job with what ``model.path`` and ``lora.path`` name, as `adopt_model` does."""
+    adopt = adopt_adapter if job.lora.path else adopt_model
+    return adopt(job, recipe, run_dir)
+
+
 def adopt_adapter(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
     """Return the job with model and adapters of ``lora.path``, as `adopt_model` does.
 

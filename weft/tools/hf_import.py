@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import weft
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.safetensors import NAMES
 from weft.checkpoint.safetensors_reader import read_file_contents
@@ -63,6 +62,7 @@ from weft.tools.hf_weights import (
     open_hf_weights,
 )
 from weft.tools.peft_import import Adapter, open_adapter
+from weft.version import __version__
 
 # A plain file name: no directory, no parent directory, not hidden.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
@@ -191,7 +191,7 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
         "step": 0,
         "samples": 0,
         "mesh": {},
-        "weft": weft.__version__,
+        "weft": __version__,
         "torch": torch.__version__,
         "imported": model.section.path,
         **model.manifest,

@@ -26,6 +26,7 @@ from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import plan_recipe
+from weft.tools.adapter_path import adopt_paths
 from weft.tools.experiment import COMPARISON, invalid_out, read_comparison
 from weft.tools.report.comparison_page import planned_page
 from weft.tools.report.page import REPORT_FILE
@@ -96,7 +97,9 @@ def compare_plans(
     machines: dict[int, Machine] = {}  # by id of the plan: plans for two machines may be equal
 
     def read(recipe: str, overrides: Overrides) -> Plan:
-        plan, machine = plan_recipe(recipe, overrides, (), cluster, detect_machine)
+        plan, machine = plan_recipe(
+            recipe, overrides, (), cluster, detect_machine, adopt=adopt_paths
+        )
         machines[id(plan)] = machine
         return plan
 

@@ -38,6 +38,7 @@ from weft.plan.placement import AXES
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
+from weft.tools.adapter_path import adopt_paths
 
 # Fields of a model's configuration that can shrink, where a family has them.
 SIZES = ("num_layers", "dim", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
@@ -76,7 +77,8 @@ def plan_for_recipe(job: Job) -> Plan:
     if cluster != "local":
         machine = cluster_machine(parse_cluster(cluster))
         # `peer_access` satisfies the rules here and below: a GPU feature is not an error.
-        return resolve(job, dataclasses.replace(machine, peer_access=True))
+        machine = dataclasses.replace(machine, peer_access=True)
+        return resolve(job, machine, adopt=adopt_paths)
     nproc = job.run.nproc_per_node
     world = parallel.num_ranks if nproc == "auto" else nproc
     machine = Machine(
@@ -87,7 +89,7 @@ def plan_for_recipe(job: Job) -> Plan:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         peer_access=True,
     )
-    return resolve(job, machine)
+    return resolve(job, machine, adopt=adopt_paths)
 
 
 def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Case:

@@ -15,6 +15,7 @@ from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, flatten
 from weft.plan.plan import Plan
+from weft.tools.adapter_path import adopt_paths
 from weft.train.job_checks import prepare_job
 from weft.train.machine import is_launched_rank
 
@@ -181,7 +182,7 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> Plan:
         raise InvalidConfig([ConfigError("WORLD_SIZE", MISSING, rule, "run it outside torchrun")])
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
     try:
-        _, plan = prepare_job(recipe, [*DEFAULT_OVERRIDES, *overrides, *own])
+        _, plan = prepare_job(recipe, [*DEFAULT_OVERRIDES, *overrides, *own], adopt=adopt_paths)
     except InvalidConfig as error:
         errors = (
             replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.errors

@@ -39,8 +39,8 @@ from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
-from weft.parallel.expert_dispatch import DISPATCHERS
-from weft.plan.model_config import HUB_NAME, REQUIRED, expand_preset
+from weft.parallel.dispatchers import DISPATCHERS
+from weft.plan.model_config import HUB_NAME, REQUIRED, Adopt, adopt_model, expand_preset
 from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
@@ -76,7 +76,10 @@ LARGE_MODEL = 100_000_000
 
 
 def prepare_job(
-    recipe: str, overrides: list[tuple[str, str]], cli_errors: Iterable[ConfigError] = ()
+    recipe: str,
+    overrides: list[tuple[str, str]],
+    cli_errors: Iterable[ConfigError] = (),
+    adopt: Adopt = adopt_model,
 ) -> tuple[Job, Plan]:
     """Read, check and plan a job.
 
@@ -84,6 +87,7 @@ def prepare_job(
         recipe: name or path of the recipe.
         overrides: keys and values of the command line.
         cli_errors: errors that the command line already has.
+        adopt: see `weft.plan.resolve.resolve`.
 
     Returns:
         The recipe without the overrides; the plan, whose job has absolute paths and the final
@@ -98,7 +102,8 @@ def prepare_job(
     plan = None
     later = ConfigErrors(job)
     with later.collect():
-        plan = resolve_nodes(apply_environment(job), detect_machine(job.run), recipe, base)
+        machine = detect_machine(job.run)
+        plan = resolve_nodes(apply_environment(job), machine, recipe, base, adopt)
     if plan is not None:  # with the model of model.path
         model, lora = plan.job.model.model_dump(), plan.job.lora.model_dump()
         data = {"tokenizer": plan.job.data.tokenizer}

@@ -38,14 +38,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import compare_replicas
 from weft.checkpoint.manifest import CheckpointError
-from weft.config.errors import WeftError, lookup
+from weft.config.errors import WeftError
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch
 from weft.monitor.anomaly import Anomaly, StepResult, reduce_result
@@ -166,8 +166,9 @@ def locate_nan(run: Run, sizes: Sequence[int]) -> AbstractContextManager[None]:
     """Return a context that finds the layer of a NaN in backward, if asked to."""
     if not run.plan.job.debug.autograd_anomaly:
         return nullcontext()
-    trace: Any = lookup("weft.monitor.autograd_anomaly:trace_backward_nan", {})
-    return trace(run.layer_stats.layers, sizes)  # type: ignore[no-any-return]
+    from weft.monitor.autograd_anomaly import trace_backward_nan
+
+    return trace_backward_nan(run.layer_stats.layers, sizes)
 
 
 def optimizer_step(

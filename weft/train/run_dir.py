@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-import weft
 from weft.config.files import write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
 from weft.plan.plan import DeviceType, Plan
 from weft.train.machine import detect_machine
+from weft.version import PACKAGE_DIR, __version__
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:
@@ -28,7 +28,7 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
     del values["run_dir"]  # the directory may be moved
     write_json(run_dir / "plan.json", values, indent=2)
     environment: dict[str, Any] = {
-        "weft": weft.__version__,
+        "weft": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -53,7 +53,7 @@ def git_commit() -> str | None:
 
     None if weft is installed as a package, or git is not available.
     """
-    checkout = Path(weft.__file__).parent.parent
+    checkout = PACKAGE_DIR.parent
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]

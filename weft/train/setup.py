@@ -31,6 +31,7 @@ from weft.monitor.layer_stats import LayerStats, name_layers
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES, Decay, build_optimizer
 from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
+from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
 from weft.parallel.private import (
     configure_flight_recorder,
@@ -195,7 +196,6 @@ def build(plan: Plan, rank: Rank) -> Built:
     def get_init(name: str) -> Init:
         return family.get_init(name, plan.model)
 
-    adapter_init: Any = lookup("weft.parallel.lora:adapter_init", {})
     init_params(
         chain(
             trainable_parameters(model_parts),
@@ -222,7 +222,9 @@ def build(plan: Plan, rank: Rank) -> Built:
     decay = lookup(job.optim.schedule, SCHEDULES)
     qk_clip: Any = None
     if job.optim.qk_clip_threshold or job.monitor.attention_logits:
-        qk_clip = lookup("weft.optim.qk_clip:QKClip", {})(plan, model_parts, mesh, rank.device)
+        from weft.optim.qk_clip import QKClip
+
+        qk_clip = QKClip(plan, model_parts, mesh, rank.device)
         train_step.on_restart.append(qk_clip.restart)
     return Built(plan, model_parts, mesh, train_step, optimizer, decay, qk_clip)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-import weft
 from weft.checkpoint.commit import list_quarantined, quarantine
 from weft.checkpoint.load import load_checkpoint, load_frozen_params, load_local_checkpoint
 from weft.checkpoint.local_save import list_local_steps, local_run_dir
@@ -31,6 +30,7 @@ from weft.checkpoint.storage import open_directory
 from weft.config.schema import CheckpointSection
 from weft.data.dataset import Dataset
 from weft.plan.plan import Plan
+from weft.version import __version__
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TrainState:
             **({"base": self.base} if self.base else {}),
             "data": dataset.fingerprint,
             "mesh": plan.axis_sizes,
-            "weft": weft.__version__,
+            "weft": __version__,
             "torch": torch.__version__,
         }
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.config.errors import lookup
 from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
 from weft.parallel.context_parallel import gather_values, shard_documents, split_of
 from weft.parallel.data_parallel import reshard, set_gradient_sync
+from weft.parallel.dispatchers import find_overflow
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import restore_parameters
@@ -135,7 +135,6 @@ class TrainStep:
         rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
         measures = job.monitor.router_metrics
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
-        find_overflow: Any = lookup("weft.parallel.expert_dispatch:find_overflow", {})
         self.overflow = find_overflow(model_parts, plan.ep, job.parallel, device)
         self.on_restart: list[Callable[[], object]] = []  # called if the buffers were too small
 

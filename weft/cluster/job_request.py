@@ -1,0 +1,340 @@
+"""A run to submit, and what the modules of clusters share to render and submit it."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from weft.cluster import FAILED, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
+from weft.config.errors import ConfigError, ConfigErrors, WeftError, suggest
+from weft.config.reader import recipe_names
+from weft.config.schema import Job, flatten
+
+RUN_DIR = "run.dir"
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A run to submit, and the resources that it needs.
+
+    Args:
+        name: name of the run for the scheduler: a to z, digits and '-', at most 40 characters;
+            empty if a configuration error leaves the run without a directory.
+        recipe: name or path of the recipe.
+        overrides: the keys on the command line of every node, see `node_overrides`.
+        job: the recipe with all overrides.
+        nodes: minimum and maximum number of nodes.
+        devices: GPUs per node; 0: request none.
+        run_dir: directory on a file system that all nodes share.
+    """
+
+    name: str
+    recipe: str
+    overrides: Mapping[str, str]
+    job: Job
+    nodes: tuple[int, int]
+    devices: int
+    run_dir: Path
+
+    @property
+    def time_limit_seconds(self) -> int:
+        """``launch.time_limit``, if `check_duration` finds no error."""
+        return parse_duration(self.job.launch.time_limit)
+
+    def command(self, recipe: str, **changes: str) -> list[str]:
+        """Return the words of the command, with this recipe and with changed keys."""
+        pairs = {**self.overrides, **changes}
+        words = (word for key, value in pairs.items() for word in (f"--{key}", value))
+        return ["weft", "train", recipe, *words]
+
+
+class Cluster(Protocol):
+    """The functions of the module of a cluster: see `weft.cluster.submit.CLUSTERS`."""
+
+    FILE_SUFFIX: str  # of the script or manifest: '.sh', '.yaml', '.json'
+
+    def find_errors(self, request: JobRequest) -> list[ConfigError]:
+        """Return the configuration errors of a request."""
+
+    def render(self, request: JobRequest) -> str:
+        """Return the script or manifest."""
+
+    def check(self, text: str) -> list[str]:
+        """Return the errors that the cluster's tools or its published schema find."""
+
+    def submit(self, path: Path, request: JobRequest) -> str:
+        """Submit the file; return the job id."""
+
+    def status(self, id: str) -> str:
+        """Return one line: 'waiting...', 'running...' with nodes, or how the job ended."""
+
+    def logs(self, id: str, run_dir: Path, follow: bool) -> Iterator[str]:
+        """Yield the lines that the job has printed."""
+
+    def cancel(self, id: str) -> str:
+        """End the job, with time to save if the cluster has any; return a message."""
+
+
+def is_active(status: str) -> bool:
+    """Return True if a status of `Cluster.status` is that of a job that has not ended."""
+    return status.startswith(("waiting", "running"))
+
+
+# --------------------------------------------------------------------------- launch section
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds of ``D-HH:MM:SS`` or ``HH:MM:SS``.
+
+    Raises:
+        ValueError: if the text has neither form.
+    """
+    match = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    if match is None:
+        raise ValueError("must be D-HH:MM:SS or HH:MM:SS")
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_duration(text: str, key: str = "launch.time_limit") -> list[ConfigError]:
+    """Return the errors of a key that is a duration."""
+    try:
+        rule = "" if parse_duration(text) else "must be longer than 0 seconds"
+    except ValueError as error:
+        rule = str(error)
+    return [ConfigError(key, text, rule)] if rule else []
+
+
+class Option(NamedTuple):
+    """One of ``launch.options``: its meaning, and the rule of its values."""
+
+    meaning: str
+    pattern: str = ""
+    rule: str = ""
+    remedy: str = ""
+
+
+# For options that are integers, or booleans.
+INTEGER_PATTERN, BOOLEAN_RULE = "[0-9]+", ("true|false", "must be true or false")
+
+
+def check_options(
+    request: JobRequest, known: Mapping[str, Option], required: Sequence[str], pattern: str
+) -> ConfigErrors:
+    """Return the errors of the launch section, for clusters with a manifest.
+
+    Args:
+        request: has the job whose launch section is checked.
+        known: the options of the cluster.
+        required: names of the required options.
+        pattern: regular expression that all values must match.
+    """
+    launch, errors = request.job.launch, ConfigErrors(request.job)
+    for name, value in launch.options.items():
+        key = f"launch.options.{name}"
+        if name not in known:
+            rule = "is not an option of this cluster"
+            errors.add(key, rule, suggest(name, known))
+        elif not re.fullmatch(pattern, value):
+            errors.add(key, f"has invalid characters; it must match {pattern}")
+        elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
+            errors.add(key, known[name].rule, known[name].remedy)
+    for name in required:
+        if name not in launch.options:
+            remedy = f"give --launch.options {name}=...: {known[name].meaning}"
+            errors.add(f"launch.options.{name}", "is missing", remedy)
+    errors += check_duration(launch.time_limit)
+    return errors
+
+
+def check_fixed_nodes(request: JobRequest, rule: str) -> list[ConfigError]:
+    """Return an error with this rule if the request has a range of nodes."""
+    minimum, maximum = request.nodes
+    if minimum == maximum:
+        return []
+    return [ConfigError("run.nodes", f"{minimum}:{maximum}", rule, f"use {maximum}")]
+
+
+def check_name(request: JobRequest, location: str) -> ConfigErrors:
+    """Check that the cluster accepts the name of the run directory.
+
+    The nodes store the run under this name, so two runs whose names the cluster maps to one name
+    would overwrite each other.
+
+    Args:
+        request: has the run directory, and the name that the cluster accepts.
+        location: where the nodes store the run, for the message.
+    """
+    errors = ConfigErrors()
+    if request.name and request.run_dir.name != request.name:
+        rule = f"ends in a name that the cluster does not accept: the run would be {location}"
+        remedy = f"use another --run.dir, such as {request.run_dir.with_name(request.name)} "
+        remedy += "(a to z, digits and single '-', at most 40 characters)"
+        errors.add(RUN_DIR, rule, remedy, value=str(request.run_dir))
+    return errors
+
+
+# --------------------------------------------------------------------------- scripts and manifests
+
+
+def format_command(words: Sequence[str], indent: str) -> str:
+    """Return the command in shell syntax, with one option per line."""
+    pairs = zip(words[3::2], words[4::2], strict=True)
+    return f" \\\n{indent}".join(shlex.join(part) for part in (words[:3], *pairs))
+
+
+def build_script(setup: Sequence[str], command: str) -> str:
+    """Return a shell script that runs the lines of ``setup``, then the command."""
+    return "\n".join(["set -e", *setup, f"exec {command}"])
+
+
+def standalone_recipe(request: JobRequest) -> str | None:
+    """Return the recipe with all overrides as TOML; None for a shipped recipe.
+
+    The file has neither run.dir nor run.nodes, which are on the command line of each node.
+    """
+    if request.recipe in recipe_names():
+        return None
+    import tomli_w
+
+    defaults, tree = flatten(Job()), dict[str, dict[str, Any]]()
+    for key, value in flatten(request.job).items():
+        section, _, name = key.partition(".")
+        is_excluded = section == "launch" or key in (RUN_DIR, "run.nodes")
+        if key not in defaults or (value != defaults[key] and not is_excluded):
+            tree.setdefault(section, {})[name] = value
+    return tomli_w.dumps(tree)
+
+
+def render_template(template: str, quote: Callable[[Any], str], **values: object) -> str:
+    """Render a template of this package.
+
+    Args:
+        template: file in ``templates/``.
+        quote: makes each inserted value one word of the document's language.  Only ``Markup``
+            is inserted as it is: what macros return, and what the caller has quoted.
+        **values: variables of the template, which also has weft's exit statuses.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        autoescape=True,  # makes macros return Markup
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(quote(value)),
+        keep_trailing_newline=True,
+        loader=PackageLoader("weft.cluster"),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.globals |= {"FAILED": FAILED, "REQUEUE": REQUEUE, "INTERRUPTED": INTERRUPTED}
+    environment.globals |= {"UNHEALTHY": UNHEALTHY, "USAGE_ERROR": USAGE_ERROR}
+    return environment.get_template(template).render(values)
+
+
+def render_manifest(
+    template: str, request: JobRequest, location: str, submit_line: str, **values: object
+) -> str:
+    """Render a template of a YAML manifest; return its documents under a comment.
+
+    Args:
+        template: see `render_template`.
+        request: its name and ``launch.options`` are variables of the template.
+        location: where the nodes store the run, for the comment.
+        submit_line: shell command that submits the manifest, for the comment.
+        **values: further variables.
+    """
+    import yaml
+
+    style: dict[str, Any] = {"default_style": '"', "default_flow_style": True, "width": math.inf}
+    variables = {"name": request.name, "options": request.job.launch.options} | values
+    text = render_template(
+        template, lambda value: yaml.safe_dump(value, **style).strip(), **variables
+    )
+    head = f"Nodes of the run {request.name}; its directory is {location}.\n"
+    head += f"{request.run_dir} on the submitting machine only has the record of this launch."
+    return to_yaml(list(yaml.safe_load_all(text)), f"{head}\n{submit_line}")
+
+
+def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:
+    """Return YAML documents under a comment, with the given order of keys."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Dumper that writes multi-line strings as blocks."""
+
+    def represent_string(dumper: Any, value: str) -> Any:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, represent_string)
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    body = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=math.inf)
+    return head + str(body)
+
+
+def warn_unchecked(schema: str, remedy: str) -> list[str]:
+    """Warn that a file was not checked against a schema; return no errors."""
+    print(f"weft: not checked against {schema}; to enable the check: {remedy}", file=sys.stderr)
+    return []
+
+
+# --------------------------------------------------------------------------- command-line tools
+
+
+class ToolError(WeftError):
+    """A cluster's command-line tool failed; has the tool's own message."""
+
+
+def run_cli(*words: str, remedy: str) -> str:
+    """Run a cluster's command-line tool and return its output.
+
+    Raises:
+        ToolError: if the tool fails.
+        WeftError: if the tool is not installed.
+    """
+    result = subprocess.run(
+        _resolve_executable(words, remedy),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if result.returncode:
+        raise ToolError(f"{shlex.join(words)}: {(result.stderr or result.stdout).strip()}")
+    return result.stdout
+
+
+def stream_cli(*words: str, remedy: str) -> Iterator[str]:
+    """Run a command-line tool and yield its lines; closing the iterator ends it.
+
+    Raises:
+        WeftError: if the tool is not installed, or fails; its message is on stderr.
+    """
+    process = subprocess.Popen(
+        _resolve_executable(words, remedy), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            yield line.rstrip("\n")
+        if status := process.wait():
+            raise WeftError(f"{shlex.join(words)}: exited with status {status}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _resolve_executable(words: Sequence[str], remedy: str) -> list[str]:
+    path = shutil.which(words[0])
+    if path is None:
+        raise WeftError(f"{words[0]} is not installed, or not in $PATH; {remedy}")
+    return [path, *words[1:]]
