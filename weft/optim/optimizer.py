@@ -42,7 +42,7 @@ def adamw_options(optim: OptimSection) -> dict[str, Any]:
 
 
 def build_muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
-    """Build Muon, with AdamW for parameters that are not matrices; see `weft.optim.muon`."""
+    """Build Muon for the blocks' matrices, AdamW for the rest: see `weft.optim.muon`."""
     from weft.optim.muon import Muon
 
     return Muon(groups, momentum=optim.momentum, **adamw_options(optim))

@@ -1,4 +1,4 @@
-"""The dispatchers of experts by name, ``parallel.ep_dispatch``, and their installation."""
+"""Dispatchers of experts by the name in ``parallel.ep_dispatch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with a LoRA adapter; see `weft.parallel.lora`, which puts them into a model."""
+"""Layers with a LoRA adapter: see `weft.parallel.lora`."""
 
 from __future__ import annotations
 

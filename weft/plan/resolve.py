@@ -242,15 +242,9 @@ def resolve_nodes(
     nodes = node_range(job)
     if not nodes:
         errors.add("run.nodes", "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4")
-<<<<<<< HEAD
         nodes = ONE_NODE
     elif machine.world_size is not None or nodes == ONE_NODE:
-        return resolve(job, machine, recipe, base)
-=======
-        nodes = range(1, 2)
-    elif machine.world_size is not None or nodes == range(1, 2):
         return resolve(job, machine, recipe, base, adopt)
->>>>>>> d054ddc4 (weft's own modules are imported as such, never by name in a string; no import is circular)
     elif job.run.rendezvous == "auto":
         rule = "names no rendezvous endpoint, which a run on several nodes needs"
         errors.add("run.rendezvous", rule, "use HOST:PORT of one of the nodes")

@@ -96,7 +96,7 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
 
 
 def adopt_paths(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
-    """Return the job with what ``model.path`` and ``lora.path`` name, as `adopt_model` does."""
+    """Return the job with what ``model.path`` and ``lora.path`` name."""
     adopt = adopt_adapter if job.lora.path else adopt_model
     return adopt(job, recipe, run_dir)
 
