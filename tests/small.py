@@ -153,6 +153,20 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+# Keys of records that differ between two runs of the same job.
+TIMINGS = {"time", "time_breakdown", "goodput", "memory_peak_gib", "ranks", "mfu", "mfu_causal"}
+TIMINGS |= {"step_seconds", "data_seconds", "tokens_per_second", "tokens_per_second_per_device"}
+TIMINGS |= {"tflops_per_device", "straggler_rank", "straggler_slowdown"}
+
+
+def untimed_records(directory: Path) -> list[dict[str, Any]]:
+    """Return a run's records without `TIMINGS`."""
+    return [
+        {key: value for key, value in record.items() if key not in TIMINGS}
+        for record in records(directory)
+    ]
+
+
 def losses(directory: Path) -> list[float]:
     return [record["loss"] for record in records(directory)]
 

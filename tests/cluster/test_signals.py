@@ -109,7 +109,7 @@ def test_ctrl_c_from_a_terminal_saves_and_prints_the_command_to_resume(
     (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved) >= 5
     assert "Traceback" not in output
-    assert "Ctrl-C: the ranks finish this step, save a checkpoint and stop" in output
+    assert "Ctrl-C: the ranks save a checkpoint and stop" in output
     assert f"saved a checkpoint and stopped; run the same command to resume from {saved}" in output
     assert "\n  weft train demo --model.num_layers 2" in output
 

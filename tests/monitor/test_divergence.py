@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -103,16 +104,17 @@ def test_divergence_short_run_needs_fewer_records() -> None:
     assert not check([33.0])
 
 
-def test_divergence_resumed_run_restores_the_last_record() -> None:
-    """The detector restores the last record, which may be from before the divergence."""
-    detector = DivergenceDetector(GUESS)
-    detector.restore({"step": 500, "best_loss": 3.0, "diverged_since": 450})
-    result = detector.check(510, 9.0, 1.0, False)
-    assert result is not None
-    assert (result.since, result.begins, result.best) == (450, False, 3.0)
-    assert "the lowest was 3.00, and guessing gives 10.82" in str(result)
-    detector.restore({"step": 400, "best_loss": 3.0})
-    assert detector.check(410, 9.0, 1.0, False) is None
+@pytest.mark.parametrize("curve", [curve for curve, _ in LOST.values()])
+def test_divergence_restored_detector_continues_as_the_original(curve: Curve) -> None:
+    """Restored after each record, through JSON, it gives the same verdicts and lowest loss."""
+    original, restored = DivergenceDetector(GUESS), DivergenceDetector(GUESS)
+    for step in range(0, 4000, 10):
+        values = step, *curve(step), step == 3990
+        assert restored.check(*values) == original.check(*values)
+        assert restored.best == original.best
+        state = json.loads(json.dumps(restored.state()))
+        restored = DivergenceDetector(GUESS)
+        restored.restore(state)
 
 
 def test_divergence_damaged_record_is_not_reported() -> None:

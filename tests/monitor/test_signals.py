@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,14 @@ from tests.small import (
     small_job,
     this_rank,
     train_rank,
+    untimed_records,
 )
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.data.dataset import open_dataset
+from weft.monitor.run_reader import read_event_log
 from weft.monitor.signals import listen
 from weft.train.loop import train
+from weft.train.step import TrainStep
 
 STEPS: Overrides = [
     ("model.num_layers", "1"),
@@ -56,6 +61,14 @@ def reference_run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     directory = tmp_path_factory.mktemp("undisturbed")
     run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(directory))], str(store_path))
     return directory
+
+
+def assert_equal_runs(directory: Path, reference: Path) -> None:
+    """Assert equal bits of weights and optimizer, and records that differ only in timings."""
+    state, expected = newest_state(directory), newest_state(reference)
+    assert state.keys() == expected.keys()
+    assert all(state[name].equal(tensor) for name, tensor in expected.items())
+    assert untimed_records(directory) == untimed_records(reference)
 
 
 TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
@@ -97,8 +110,7 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     # The resumed run equals an undisturbed one.
     call = (overrides, str(store_path), 0, str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [True, True]
-    state, expected = newest_state(tmp_path), newest_state(reference_run)
-    assert all(state[name].equal(tensor) for name, tensor in expected.items())
+    assert_equal_runs(tmp_path, reference_run)
 
 
 def test_signal_while_loading_saves_and_resumes_bit_for_bit(
@@ -113,10 +125,94 @@ def test_signal_while_loading_saves_and_resumes_bit_for_bit(
     slow = ("resilience.faults", '[{site = "load", kind = "slow", seconds = 0.5, rank = 1}]')
     call = ([*part, slow], str(store_path), int(signal.SIGTERM), str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [False, False]
-    assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) == 5
+    assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) == 4
     assert run_ranks(train_with_a_signal, 2, part, str(store_path), 0, "") == [True, True]
     state, expected = newest_state(tmp_path), newest_state(reference_run)
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
+
+
+ACCUMULATION = [("train.microbatch_size", "1")]  # four microbatches on each rank
+MANY = [("train.eval_sequences", "40"), *ACCUMULATION]
+BAD_STEP = [("resilience.on_anomaly", "skip")]
+SLOW_STEP = '{site = "%s", passing = %d, kind = "slow", seconds = 0.5, rank = 1}'
+
+
+@pytest.mark.parametrize(
+    ("site", "passing", "keys", "saved"),
+    [
+        # The ranks ask before the signal, after the first forward pass, and after the second one.
+        pytest.param("step", 6, ACCUMULATION, 5, id="accumulation"),
+        pytest.param("evaluate", 2, MANY, 6, id="evaluation"),
+        pytest.param("gradients", 6, BAD_STEP, 5, id="second computation of a bad step"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow, id=name)
+            for name, case in {
+                "one microbatch": ("step", 6, [], 6),
+                "backward": ("gradients", 6, [], 6),
+                "pipeline": ("step", 6, [("parallel.pp", "2"), ("model.num_layers", "2")], 6),
+                "ZeRO-3": ("step", 6, [*ACCUMULATION, ("parallel.gradient_sync", "step")], 5),
+                "tp": ("step", 6, [*ACCUMULATION, ("parallel.tp", "2")], 5),
+                "replicas": ("step", 6, [*ACCUMULATION, ("parallel.dp_replicate", "2")], 5),
+                "final evaluation": ("evaluate", 4, MANY, 12),
+                "synchronous save": ("evaluate", 2, [*MANY, ("checkpoint.async_save", "false")], 6),
+            }.items()
+        ),
+    ],
+)
+def test_stop_abandons_what_the_save_does_not_need(
+    site: str, passing: int, keys: Overrides, saved: int, store_path: Path, tmp_path: Path
+) -> None:
+    """It saves the last complete step, and the resumed run equals an undisturbed one."""
+    job, run = [*STEPS, *keys], tmp_path / "run"
+    faults = [SLOW_STEP % (site, passing)]
+    if keys == BAD_STEP:
+        faults.append('{site = "gradients", passing = 6, kind = "nan"}')
+    faulty = [*job, ("run.dir", str(run)), ("resilience.faults", f"[{', '.join(faults)}]")]
+    assert run_ranks(train_with_a_signal, 2, faulty, str(store_path), TERM, str(run)) == [False] * 2
+    assert checkpoint_step(list_checkpoints(run / "checkpoints")[-1]) == saved
+    last = records(run)[-1]
+    assert (last["step"], last.get("eval_skipped", False)) == (saved, saved % 3 == 0)
+    (stop,) = [event["text"] for event in read_event_log(run)[0] if event["kind"] == "stop"]
+    assert re.fullmatch(rf"SIGTERM: saved step {saved} [0-3]\.[0-9] s after the request", stop)
+    assert run_ranks(train_with_a_signal, 2, faulty, str(store_path), 0, str(run)) == [True, True]
+    reference = tmp_path / "reference"
+    run_ranks(train_rank, 2, [*job, ("run.dir", str(reference))], str(store_path))
+    assert_equal_runs(run, reference)
+
+
+def generate_after_a_signal(overrides: Overrides, store: str, sends: bool) -> bool:
+    """Train with a generation of eval prompts, during which the last rank gets a signal."""
+    listen()
+    rank = this_rank()
+
+    def generate(train_step: TrainStep, check_stop: Callable[[], None]) -> list[str]:
+        if sends and rank.rank == rank.world_size - 1:
+            os.kill(os.getpid(), TERM)
+        for _ in range(3):
+            check_stop()
+        assert not sends, "the generation continues after a stop"
+        return ["a prompt and its continuation"]
+
+    plan = plan_here(small_job(*overrides))
+    return train(plan, open_dataset(Path(store)), rank, Console(quiet=True), generate)
+
+
+def test_stop_abandons_a_generation_which_the_next_start_makes_up_for(
+    store_path: Path, tmp_path: Path, reference_run: Path
+) -> None:
+    call = [*STEPS, ("run.dir", str(tmp_path))], str(store_path)
+    assert run_ranks(generate_after_a_signal, 2, *call, True) == [False, False]
+    assert records(tmp_path)[-1]["eval_skipped"] is True
+    assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) == 3
+    # A second stop, before the evaluation is complete, changes nothing.
+    assert run_ranks(generate_after_a_signal, 2, *call, True) == [False, False]
+    assert records(tmp_path)[-1]["eval_skipped"] is True
+    assert run_ranks(generate_after_a_signal, 2, *call, False) == [True, True]
+    steps = [
+        event["step"] for event in read_event_log(tmp_path)[0] if event["kind"] == "generation"
+    ]
+    assert steps == [3, 6, 9, 12]
+    assert_equal_runs(tmp_path, reference_run)
 
 
 @pytest.mark.slow

@@ -74,6 +74,17 @@ class AnomalyState(_Schema):
     in_a_row: Count = 0
 
 
+class DivergenceState(_Schema):
+    """State of the divergence detector: see `weft.monitor.anomaly`."""
+
+    best: float | None = None
+    newest: FloatList = []
+    since: Count | None = None
+    count: Count = 0
+    records: Count = 0
+    reported: bool = False
+
+
 class ManifestHeader(_Schema):
     """Manifest without the table of contents, which `parse_contents` checks."""
 
@@ -83,6 +94,7 @@ class ManifestHeader(_Schema):
     samples: Count
     epoch: Epoch = 0
     anomaly_state: AnomalyState = AnomalyState()
+    divergence_state: DivergenceState = DivergenceState()
     base: str = Field("", pattern="^(step-[0-9]{8,20})?$")
     inside: str = Field("", pattern="^([0-9a-f]{8})?$")
     data: ShortText | None = None

@@ -42,8 +42,8 @@ from weft.train.environment import is_loopback
 # a wrapper (docker, uv run) forwards the signal that it received.
 DUPLICATE_SIGNAL_SECONDS = 1.0
 STOP_MESSAGE = (
-    "\nCtrl-C: the ranks finish this step, save a checkpoint and stop. A second Ctrl-C kills them "
-    "at once, and loses the steps since the last checkpoint."
+    "\nCtrl-C: the ranks save a checkpoint and stop, after this step at the latest. A second "
+    "Ctrl-C kills them at once, and loses the steps since the last checkpoint."
 )
 
 
@@ -76,7 +76,7 @@ def launch(
 
     This function alone decides what follows a crash, a kill, a node that joined or left
     (`weft.cluster.rendezvous`), or a stop signal.  It forwards a stop signal to the ranks, which
-    finish the step and save; a second signal kills them.  On several nodes, only the node that
+    save and end; a second signal kills them.  On several nodes, only the node that
     received the signal leaves; the others continue.
 
     Args:
@@ -349,7 +349,7 @@ def forward_signal(
         targets: the children to signal; None: all, including children that start later.
     """
     done = set(excluded)
-    while not is_over.wait(0.05):
+    while not is_over.is_set():
         pending = (child_pids() if targets is None else child_pids().intersection(targets)) - done
         for child in pending:
             if handles_signal(child, number):
@@ -358,6 +358,7 @@ def forward_signal(
                 done.add(child)
         if targets is not None and not pending:
             return
+        is_over.wait(0.05)
 
 
 def child_pids() -> set[int]:

@@ -130,7 +130,7 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
         record_start(run_dir, step)
-        if step < plan.num_steps:
+        if step < plan.num_steps or lacks_evaluation(run_dir, step):
             if newest:
                 resuming = f"resuming from {newest[0]}{changes}"
                 console.print(resuming if step else f"starting from {newest[0]}")
@@ -431,6 +431,12 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
         lines.append(f"       weft evaluate {run_argument}")
     lines.append(f"       weft report {run_argument} --serve                     # in a browser")
     console.print("\n".join(lines))
+
+
+def lacks_evaluation(run_dir: Path, step: int) -> bool:
+    """Return True if a stop skipped an evaluation after ``step``, the newest of a run."""
+    last = read_tail(run_dir / "metrics.jsonl").last or {}
+    return last.get("step") == step and last.get("eval_skipped") is True
 
 
 def last_logged_step(run_dir: Path) -> int:

@@ -353,17 +353,27 @@ class DivergenceDetector:
 
     def __init__(self, guess: float | None) -> None:
         self._guess = guess
-        self.restore(None)
+        self.restore({})
 
-    def restore(self, record: Mapping[str, Any] | None) -> None:
-        """Take over the state at a record; None: before the first one."""
-        best, since = (record or {}).get("best_loss"), (record or {}).get("diverged_since")
-        self.best: float | None = best if isinstance(best, float) else None
-        self._since: int | None = since if isinstance(since, int) else None
-        self._reported = self._since is not None
-        self._count = BAD_RECORDS if self._reported else 0
-        self._records = 0 if self.best is None else 1
-        self._newest: deque[float] = deque(maxlen=3)
+    def state(self) -> dict[str, Any]:
+        """Return everything on which later verdicts depend, as JSON values with every bit."""
+        return {
+            "best": self.best,
+            "newest": list(self._newest),
+            "since": self._since,
+            "count": self._count,
+            "records": self._records,
+            "reported": self._reported,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of an earlier detector; empty: before the first record."""
+        self.best: float | None = state.get("best")
+        self._newest = deque[float](state.get("newest", ()), maxlen=3)
+        self._since: int | None = state.get("since")
+        self._count = int(state.get("count", 0))
+        self._records = int(state.get("records", 0))
+        self._reported = bool(state.get("reported", False))
 
     def check(self, step: int, loss: float, grad_norm: float, is_last: bool) -> Divergence | None:
         """Judge a record; ``is_last``: the last record of the run."""

@@ -162,11 +162,24 @@ def add_anomalies(path: Path, anomalies: Sequence[Record]) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
-    with open_regular(path) as file:
-        intact = (line for line in read_lines_from_end(file) if line.record is not None)
-        last = next(intact, None)
-    if last is not None:
+    if (last := _last_intact(path)) is not None:
         _amend(path, last, anomalies)
+
+
+def replace_last(path: Path, record: Record) -> None:
+    """Replace the last record of a file, if it is of the same step.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    last = _last_intact(path)
+    if last is not None and last.record is not None and last.record["step"] == record["step"]:
+        _rewrite(path, last, record)
+
+
+def _last_intact(path: Path) -> Line | None:
+    with open_regular(path) as file:
+        return next((line for line in read_lines_from_end(file) if line.record is not None), None)
 
 
 def _amend(path: Path, line: Line, anomalies: Sequence[Record]) -> bool:
@@ -180,12 +193,16 @@ def _amend(path: Path, line: Line, anomalies: Sequence[Record]) -> bool:
     old = value if isinstance(value, list) else []
     new = [each for each in anomalies if each not in old]
     if new:
-        text = json.dumps(line.record | {"anomalies": old + new}).encode() + b"\n"
-        with path.open("r+b") as file:
-            file.seek(line.begin)
-            file.write(text)
-            file.truncate()
+        _rewrite(path, line, line.record | {"anomalies": old + new})
     return bool(new)
+
+
+def _rewrite(path: Path, line: Line, record: Record) -> None:
+    """Replace a line by a record, and remove all later lines."""
+    with path.open("r+b") as file:
+        file.seek(line.begin)
+        file.write(json.dumps(record).encode() + b"\n")
+        file.truncate()
 
 
 def _is_cut_short(file: IO[bytes], line: Line) -> bool:

@@ -1,11 +1,22 @@
-"""Stop in good order, and let all ranks decide the same after a step.
+"""Stop in good order: all ranks agree on where, and the save comes first.
 
 A scheduler announces the end of an allocation by a signal: SIGTERM, or SIGUSR1 as Slurm's
-``--signal`` can send some minutes earlier; Ctrl-C is SIGINT.  The handler only sets a flag, so a
-signal is safe at any point: during a save, an evaluation or a compilation.  Once per step all ranks
-combine their flags, because a signal may reach only one of them and all must stop after the same
-step.  The reduction runs on the CPU during forward and backward, so no rank waits for it; a signal
-during a step therefore takes effect at the end of the next one.
+``--signal`` can send some minutes earlier; Ctrl-C is SIGINT.  The handler only notes the signal, so
+a signal is safe at any point: during a save, an evaluation or a compilation.
+
+A signal may reach one rank only, and all must stop at the same point.  So all ranks ask together,
+at points that all of them pass: before a step, between forward and backward of some microbatches
+(`TrainStep.forward_backward`), after the gradients, between batches of an evaluation, and between
+tokens of eval prompts.  Each of these *polls* is a reduction on the CPU that a rank starts at one
+point and reads at the next one, so no rank waits for it while it computes.  A signal therefore
+counts from the second point after it on.  Without a pipeline and with M microbatches, that is after
+at most 2 / min(M, 8) of a step, or the rest of the step and the next forward pass if M = 1; in a
+pipeline it is the end of the step, or before the next one.
+
+What follows a stop that all ranks agree on: the step that is being computed is finished if only its
+update is missing, and abandoned otherwise, which leaves the state untouched; evaluations,
+generation and the second computation of a bad step are abandoned; the last step is recorded and
+saved.  The next start makes up for an evaluation that was due: see `StepRecord.eval_skipped`.
 
 Handlers are installed before anything heavy is imported, so this module imports torch lazily.
 """
@@ -14,54 +25,133 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-_received: list[str] = []  # names of the stop signals of this process
+_received: list[tuple[float, str]] = []  # time and name of the stop signals of this process
 
 
 def listen() -> None:
     """Install the handlers of the stop signals in this process."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: _received.append(signal.Signals(number).name))
+        signal.signal(number, _note_signal)
+
+
+def _note_signal(number: int, frame: object) -> None:
+    _received.append((time.time(), signal.Signals(number).name))
+
+
+class StopRequested(Exception):
+    """All ranks have agreed to stop in the middle of a step or an evaluation."""
+
+
+class StopReason(NamedTuple):
+    """The first stop request of all ranks."""
+
+    time: float  # seconds since the epoch
+    text: str  # 'SIGTERM', or the name of the limit
 
 
 class Votes(NamedTuple):
     """Requests of at least one rank; equal on all ranks."""
 
-    stop: bool  # a signal, or the time limit
     retry_save: bool  # the last save failed and should be retried
     is_saving: bool  # a rank is still writing a checkpoint
     has_no_data: bool  # a rank could not read its batch, so the step must not be applied
 
 
 class RankConsensus:
-    """Combine the requests of all ranks once per step.
+    """Combine the requests of all ranks.
 
     Args:
-        time_limit: seconds from now after which every rank votes to stop; 0: never.
+        time_limit: seconds from now after which every rank requests a stop, but not before one
+            step is complete; 0: never.
+
+    Attributes:
+        is_stopping: True once all ranks have agreed to stop; equal on all ranks.
     """
 
     def __init__(self, time_limit: float) -> None:
-        self._deadline = time.monotonic() + time_limit if time_limit else None
-        self._votes: Any = None
-        self._work: Any = None
+        self.is_stopping = False
+        self._deadline = time.time() + time_limit if time_limit else None
+        self._has_step = False
+        self._votes = _Reduction()
+        self._poll = _Reduction()
 
     def post(self, *, retry_save: bool, is_saving: bool, has_no_data: bool) -> None:
         """Send this rank's votes, at the beginning of a step; an asynchronous collective."""
-        import torch
-        import torch.distributed as dist
-
-        is_late = self._deadline is not None and time.monotonic() > self._deadline
-        self._votes = (bool(_received) or is_late, retry_save, is_saving, has_no_data)
-        if dist.get_world_size() > 1:
-            self._votes = torch.tensor(self._votes, dtype=torch.int32)
-            self._work = dist.all_reduce(self._votes, async_op=True)
+        self._votes.start(retry_save, is_saving, has_no_data)
 
     def wait(self) -> Votes:
         """Return the combined votes, at the end of the step."""
+        self._has_step = True
+        return Votes(*self._votes.wait())
+
+    def should_stop(self) -> bool:
+        """Return True if all ranks stop here; a collective.
+
+        It counts the requests that a rank had at its previous call.  Once true, it stays true.
+        """
+        if not self.is_stopping:
+            if not self._poll.is_running:
+                self._poll.start(self._request() is not None)
+            (self.is_stopping,) = self._poll.wait()
+            if not self.is_stopping:
+                self._poll.start(self._request() is not None)
+        return self.is_stopping
+
+    def check_stop(self) -> None:
+        """Raise `StopRequested` if all ranks stop here; a collective."""
+        if self.should_stop():
+            raise StopRequested
+
+    def until_stop(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items until all ranks stop, then raise `StopRequested`; a collective."""
+        for item in items:
+            self.check_stop()
+            yield item
+
+    def stop_reason(self) -> StopReason:
+        """Return the reason of a stop on which all ranks have agreed; a collective."""
+        import torch.distributed as dist
+
+        reasons = [self._request()] * dist.get_world_size()
+        dist.all_gather_object(reasons, reasons[0])
+        return min(reason for reason in reasons if reason is not None)
+
+    def _request(self) -> StopReason | None:
+        """Return this rank's first request to stop."""
+        if _received:
+            return StopReason(*_received[0])
+        if self._deadline is not None and self._has_step and time.time() > self._deadline:
+            return StopReason(self._deadline, "resilience.time_limit")
+        return None
+
+
+class _Reduction:
+    """Flags that are true for at least one rank, reduced in the background on the CPU."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self._work: Any = None
+        self._flags: Any = ()
+
+    def start(self, *flags: bool) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.is_running, self._flags = True, flags
+        if dist.get_world_size() > 1:
+            self._flags = torch.tensor(flags, dtype=torch.int32)
+            self._work = dist.all_reduce(self._flags, async_op=True)
+
+    def wait(self) -> list[bool]:
+        self.is_running = False
         if self._work is not None:
             self._work.wait()
-            self._work, self._votes = None, self._votes.tolist()
-        return Votes(*map(bool, self._votes))
+            self._work, self._flags = None, self._flags.tolist()
+        return [bool(flag) for flag in self._flags]

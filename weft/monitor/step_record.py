@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Self
 
 from weft.config.files import only_finite
@@ -117,6 +117,8 @@ class StepRecord:
     eval_metrics: dict[str, float] | None = None  # the same on the validation set
     best_loss: float | None = None  # lowest smoothed loss so far: see `DivergenceDetector`
     diverged_since: int | None = None  # step at which the run diverged
+    # True: an evaluation was due, and a stop skipped it; the next start makes up for it.
+    eval_skipped: bool | None = None
 
     @classmethod
     def create(
@@ -159,6 +161,17 @@ class StepRecord:
             time=time.time(),
             **values,
         )
+
+    @classmethod
+    def is_complete(cls, values: Mapping[str, Any]) -> bool:
+        """Return True if `from_dict` can read the values."""
+        return all(field.name in values for field in fields(cls) if field.default is MISSING)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return a record from `to_dict`, without the values of `KEY_PREFIXES`."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values, without optional fields that are None.

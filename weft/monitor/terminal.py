@@ -69,7 +69,8 @@ class Terminal:
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, text=escape_controls(text))
         else:
-            seconds = (time.monotonic() - self._start_time) / (record.step - self._resumed_step)
+            steps = max(1, record.step - self._resumed_step)
+            seconds = (time.monotonic() - self._start_time) / steps
             left = format_duration((self._steps - record.step) * seconds)
             self._console.print(f"step {record.step}/{self._steps}  {text}  {left} left")
         if record.eval_loss is not None:

@@ -29,15 +29,17 @@ from weft.plan.plan import Plan
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
 from weft.tools.inference_model import CheckpointRef, LanguageModel
 from weft.train.loss import build_objective
+from weft.train.run import Generate
 from weft.train.step import TrainStep
 
 SAMPLING = Sampling(max_tokens=64)
 
 
-def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
+def prompt_generator(plan: Plan) -> Generate | None:
     """Return a function that continues the prompts of a run; None without prompts.
 
     Every rank of the run calls both functions, and gets the same texts: prompt and continuation.
+    ``check_stop`` is called before each token, and may raise.
 
     Raises:
         InvalidConfig: if the run directory has no tokenizer, or its chat template rejects a prompt.
@@ -53,8 +55,9 @@ def prompt_generator(plan: Plan) -> Callable[[TrainStep], list[str]] | None:
     chat_format = replace(chat_format, max_context=max_context)
     make_sequences(prompts, chat_format, SAMPLING)  # finds errors before the first step
 
-    def continue_prompts(train_step: TrainStep) -> list[str]:
-        model, sequences = TrainingModel(train_step), make_sequences(prompts, chat_format, SAMPLING)
+    def continue_prompts(train_step: TrainStep, check_stop: Callable[[], None]) -> list[str]:
+        model = TrainingModel(train_step, check_stop)
+        sequences = make_sequences(prompts, chat_format, SAMPLING)
         for _ in generate(model, chat_format, sequences, SAMPLING, cached=False):
             pass
         separator = "" if data.is_text else " -> "
@@ -82,9 +85,9 @@ def share_text_format(run_dir: Path) -> None:
 class TrainingModel(LanguageModel):
     """The model in training as a `LanguageModel`."""
 
-    def __init__(self, train_step: TrainStep) -> None:
+    def __init__(self, train_step: TrainStep, check_stop: Callable[[], None]) -> None:
         # Not that of the base class, which would change the modules.
-        self.train_step = train_step
+        self.train_step, self._check_stop = train_step, check_stop
         self.family, self.config = train_step.plan.family, train_step.plan.model
         self.device = train_step.device
 
@@ -94,6 +97,7 @@ class TrainingModel(LanguageModel):
     ) -> Tensor:
         """Return float32 logits [N, V] after (batch_N, indices_N); a collective."""
         beat("evaluate")
+        self._check_stop()
         step, plan, num_sequences = self.train_step, self.train_step.plan, len(tokens_BT)
         batch_size = min(plan.microbatch_size, num_sequences)
         num_rows = -(-num_sequences // batch_size) * batch_size

@@ -33,15 +33,17 @@ compare replicas.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import compare_replicas
 from weft.checkpoint.manifest import CheckpointError
@@ -51,7 +53,7 @@ from weft.data.loader import Batch
 from weft.monitor.anomaly import Anomaly, StepResult, reduce_result
 from weft.monitor.device_memory import is_out_of_memory, out_of_memory
 from weft.monitor.faults import fault_point
-from weft.monitor.signals import Votes
+from weft.monitor.signals import StopRequested, Votes
 from weft.monitor.spans import span
 from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import (
@@ -80,13 +82,15 @@ def train(
 ) -> bool:
     """Train until ``train.steps``, from the newest checkpoint if there is one.
 
-    After a stop signal (SIGTERM, SIGUSR1, SIGINT) or ``resilience.time_limit`` the run completes
-    its step, saves it and ends.  Rank 0 shows progress on ``console``.  ``generate`` continues
-    prompts at every evaluation.  Returns True if all steps are done, equal on all ranks.
+    After a stop signal (SIGTERM, SIGUSR1, SIGINT) or ``resilience.time_limit`` the run saves the
+    last complete step and ends: see `weft.monitor.signals`.  Rank 0 shows progress on ``console``.
+    ``generate`` continues prompts at every evaluation.  Returns True if all steps are done, equal
+    on all ranks.
     """
     with open_run(plan, dataset, rank, console, generate) as run:
         state, batches = run.initial_state, list[Batch]()
-        while state.step < plan.num_steps:
+        evaluate_if_skipped(run, state)  # collective
+        while state.step < plan.num_steps and not run.consensus.should_stop():  # collective
             with error_context(run, state):
                 state = sync_replicas(run, state)  # collective; another group may be ahead
                 step, samples = state.step + 1, state.samples + plan.global_batch_size
@@ -104,7 +108,9 @@ def train(
                     continue  # a replica group was lost: repeat the step with the others
                 if votes.has_no_data:
                     end_without_data(run, state, data_error)  # collective; raises on that rank
-                    break
+                    return False
+                if result is None:
+                    break  # all ranks stop; the state is that of the step before
 
                 anomaly = None
                 if suspicion := run.anomalies.check(step, result):
@@ -114,6 +120,8 @@ def train(
                     result = forward_backward(run, step, batches)  # collective
                     if not run.replicas.committed():  # collective
                         continue
+                    if result is None:
+                        break
                     anomaly = run.anomalies.classify(suspicion, first, result)  # collective
                     run.metrics.log_anomaly(anomaly, step, range(state.samples, samples))
                 if anomaly is not None and anomaly.action == "rewind":
@@ -122,34 +130,42 @@ def train(
                     continue
 
                 due = find_due(run, step, votes)
-                lr = optimizer_step(run, step, result, anomaly, due)  # collective if logged
+                optimizer_step(run, step, result, anomaly, due)  # collective if logged
                 state = replace(
                     state, step=step, samples=samples, anomaly_state=run.anomalies.state()
                 )
                 compare_weights(run, step, due)  # collective
                 if due.log:
-                    log_and_save(run, state, lr, result, due)  # collective
-                if due.stop:
-                    break
-        is_complete = state.step >= plan.num_steps
-        end = f"all {plan.num_steps} steps are done" if is_complete else "stopped and saved"
-        run.events.add("end" if is_complete else "stop", state.step, end)
-    return is_complete
+                    log_step(run, state, due)  # collective
+                if due.save or due.save_local:
+                    save_step(run, state, due)  # collective
+        save_last_step(run, state)  # collective
+    return state.step >= plan.num_steps and not run.consensus.is_stopping
 
 
-def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResult:
+def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResult | None:
     """Compute loss and gradients of a step, summed over all ranks; a collective.
 
     It replaces gradients, losses by source, metrics and expert loads, so a step can be computed
     twice.  Only `optimizer_step` changes weights.
+
+    Returns:
+        None if all ranks stop, and abandon the step.  A pipeline, and one of several replica
+        groups, for which the others wait, abandon no step before its end.
     """
     enter_phase("forward_backward")
     fault_point("forward_backward")
     zero_grad(run)
     train_step, sizes = run.built.train_step, [len(batch.tokens_BT) for batch in batches]
-    with run.layer_stats.record_forward(step, sizes), locate_nan(run, sizes):
-        # Counts targets over all replica groups; sums gradients inside this one.
-        loss = train_step.forward_backward(batches, run.replicas.sum)
+    has_groups = run.plan.job.resilience.has_replica_groups
+    check_stop = None if has_groups else run.consensus.check_stop
+    try:
+        with run.layer_stats.record_forward(step, sizes), locate_nan(run, sizes):
+            # Counts targets over all replica groups; sums gradients inside this one.
+            loss = train_step.forward_backward(batches, run.replicas.sum, check_stop)
+    except StopRequested:
+        train_step.abandon()
+        return None
     enter_phase("update")
     fault_point("gradients", (param.grad for param in run.params))
     sums = [loss, train_step.loss_by_source, train_step.metrics, *train_step.balance.reduce_loads()]
@@ -159,6 +175,7 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
         run.built.qk_clip.reduce(run.replicas.sum, run.replicas.index, run.replicas.count)
     with span("gradient norm"):
         norms = compute_grad_norm(run.params, run.built.pp_group)
+    run.consensus.should_stop()  # `find_due` reads the answer
     return reduce_result(loss, *norms)
 
 
@@ -173,8 +190,8 @@ def locate_nan(run: Run, sizes: Sequence[int]) -> AbstractContextManager[None]:
 
 def optimizer_step(
     run: Run, step: int, result: StepResult, anomaly: Anomaly | None, due: Due
-) -> float:
-    """Clip gradients and update weights, unless skipped; return the learning rate."""
+) -> None:
+    """Clip gradients and update weights, unless skipped."""
     optim, optimizer = run.plan.job.optim, run.built.optimizer
     run.metrics.record_grad_norms(step, due.log)
     lr = learning_rate(step, run.plan.num_steps, optim, run.built.lr_decay)
@@ -187,19 +204,18 @@ def optimizer_step(
             if run.built.qk_clip is not None:
                 run.built.qk_clip.step(is_bad)
         run.metrics.add_step()
+    run.metrics.complete_step(lr, result.loss_and_norm)
     zero_grad(run)
     run.layer_stats.record_parameters(step)
     run.timer.complete_step(step)
     run.compile_log.check(run.blocks)
     if step % GC_STEPS == 0:
         gc.collect(1)
-    return lr
 
 
 class Due(NamedTuple):
     """Actions after a step; equal on all ranks of a replica group."""
 
-    stop: bool  # the run ends after this step
     save: bool  # a checkpoint, by the leading replica group
     save_local: bool  # the same, into the local directories of the nodes
     evaluate: bool
@@ -209,16 +225,16 @@ class Due(NamedTuple):
 def find_due(run: Run, step: int, votes: Votes) -> Due:
     """Return the actions after ``step``.
 
-    A stop implies a save; a save and an evaluation imply logging.  A failed save is retried after
-    the next step.  A local save waits for a save in progress.
+    A save, an evaluation and a stop imply logging.  `save_last_step` saves the last step.  A failed
+    save is retried after the next step.  A local save waits for a save in progress.
     """
     is_leader = run.replicas.is_leader
-    stop = votes.stop or step == run.plan.num_steps
-    save = stop or votes.retry_save or (is_leader and run.schedule.is_due(step))
-    save_local = is_leader and not votes.is_saving and run.schedule.is_local_due(step)
+    is_last = run.consensus.is_stopping or step == run.plan.num_steps
+    save = not is_last and (votes.retry_save or run.schedule.is_due(step))
+    save_local = not (is_last or votes.is_saving) and run.schedule.is_local_due(step)
     evaluate = is_due(step, run.plan.job.train.eval_interval, run.plan.num_steps)
-    log = save or save_local or evaluate or run.metrics.is_due(step)
-    return Due(stop, save, save_local, evaluate, log)
+    log = is_last or (is_leader and (save or save_local)) or evaluate or run.metrics.is_due(step)
+    return Due(is_leader and save, is_leader and save_local, evaluate, log)
 
 
 def sync_replicas(run: Run, state: TrainState) -> TrainState:
@@ -270,43 +286,109 @@ def compare_weights(run: Run, step: int, due: Due) -> None:
         run.replicas.compare()
 
 
-def log_and_save(run: Run, state: TrainState, lr: float, result: StepResult, due: Due) -> None:
-    """Record the step, evaluate and save, where due; a collective.
+def log_step(run: Run, state: TrainState, due: Due) -> None:
+    """Record the step and evaluate, where due; a collective.
 
-    Recording comes first, because it raises after a NaN or Inf.  Of several replica groups, only
-    the leader saves.
+    Recording comes before a save, because it raises after a NaN or Inf.  A stop skips the
+    evaluation, or abandons it.
     """
-    evaluate = partial(evaluate_validation_set, run) if due.evaluate else None
-    step_seconds = run.metrics.log(
-        state, lr, result.loss_and_norm, run.anomalies, run.replicas.count, evaluate
+    texts: list[str] = []
+    evaluate = None
+    if due.evaluate and not run.consensus.is_stopping:
+        evaluate = partial(evaluate_model, run, texts)
+    run.metrics.log(
+        state, run.anomalies, run.replicas.count, evaluate, due.evaluate and evaluate is None
     )
-    if due.evaluate and run.generate is not None:
-        enter_phase("evaluate")
-        for text in run.generate(run.built.train_step):  # collective
-            run.events.add("generation", state.step, text)
-            run.log(f"step {state.step}: {text}")
-        enter_phase("log")
-    if not (run.replicas.is_leader and (due.save or due.save_local)):
-        return
-    model_parts, optimizer = run.built.model_parts, run.built.optimizer
-    manifest = state.manifest(run.plan, run.dataset)
-    if due.stop:
-        run.checkpoints.save_final(model_parts, optimizer, manifest)
-    else:
-        run.checkpoints.save(model_parts, optimizer, manifest, persistent=due.save)
+    log_texts(run, state, texts)
+
+
+def save_step(run: Run, state: TrainState, due: Due) -> None:
+    """Save in the middle of a run; a collective.
+
+    Of several replica groups, only the leader saves.
+    """
+    run.checkpoints.save(*saved_parts(run, state), persistent=due.save)
     run.anomalies.reset_rewinds()
     if due.save:
         blocking, writing = run.checkpoints.blocking_seconds, run.checkpoints.write_seconds
-        run.schedule.record_save(state.step, blocking, writing, step_seconds)
-        text = f"the save blocked training for {blocking:.2g} s"
-        run.events.add("checkpoint", state.step, text)
+        run.schedule.record_save(state.step, blocking, writing, run.metrics.step_seconds)
+        log_save(run, state)
 
 
-def evaluate_validation_set(run: Run) -> float:
-    """Return the mean validation loss; a collective."""
-    count = run.plan.job.train.eval_sequences
+def save_last_step(run: Run, state: TrainState) -> None:
+    """Record and save the last complete step of this start; a collective.
+
+    After a stop only what a save needs comes before it: the record of the step, and the comparison
+    of replicas.
+    """
+    reason = run.consensus.stop_reason() if run.consensus.is_stopping else None
+    if reason is not None:
+        run.log(f"{reason.text}: all ranks stop; saving step {state.step}")
+    zero_grad(run)
+    if run.metrics.logged_step < state.step:
+        run.metrics.log(state, run.anomalies, run.replicas.count, evaluate=None)
+    end = f"all {run.plan.num_steps} steps are done"
+    if run.replicas.is_leader and state.step > 0:
+        if reason is not None and run.plan.job.resilience.replica_check:
+            compare_replicas(run.built.model_parts, run.built.optimizer)
+        run.checkpoints.save_final(*saved_parts(run, state))
+        log_save(run, state)
+    if reason is not None:
+        seconds = f"{time.time() - reason.time:.1f} s after the request"
+        saved = run.replicas.is_leader and state.step > 0
+        end = f"{reason.text}: {'saved' if saved else 'stopped at'} step {state.step} {seconds}"
+        run.log(end)
+    run.events.add("end" if reason is None else "stop", state.step, end)
+
+
+def saved_parts(run: Run, state: TrainState) -> tuple[list[nn.Module], Optimizer, dict[str, Any]]:
+    """Return the model parts, the optimizer and the manifest of a save."""
+    state = replace(state, divergence_state=run.metrics.divergence_state())
+    manifest = state.manifest(run.plan, run.dataset)
+    return run.built.model_parts, run.built.optimizer, manifest
+
+
+def log_save(run: Run, state: TrainState) -> None:
+    """Add the event of a persistent save."""
+    text = f"the save blocked training for {run.checkpoints.blocking_seconds:.2g} s"
+    run.events.add("checkpoint", state.step, text)
+
+
+def evaluate_model(run: Run, texts: list[str]) -> float:
+    """Return the mean validation loss; a collective.
+
+    Args:
+        run: the run.
+        texts: receives the prompts of ``monitor.eval_prompts`` with their continuations.
+
+    Raises:
+        StopRequested: on all ranks, if they stop before the end.
+    """
+    train_step, count = run.built.train_step, run.plan.job.train.eval_sequences
     batches = validation_batches(run.plan, run.validation_set, run.built.mesh, count)
-    return run.built.train_step.evaluate(batches)
+    try:
+        loss = train_step.evaluate(run.consensus.until_stop(batches))
+        if run.generate is not None:
+            texts += run.generate(train_step, run.consensus.check_stop)
+    except StopRequested:
+        train_step.abandon()
+        raise
+    return loss
+
+
+def evaluate_if_skipped(run: Run, state: TrainState) -> None:
+    """Make up for an evaluation that a stop skipped after the last step; a collective."""
+    texts: list[str] = []
+    with suppress(StopRequested):
+        run.metrics.log_skipped_evaluation(state.step, partial(evaluate_model, run, texts))
+        log_texts(run, state, texts)
+
+
+def log_texts(run: Run, state: TrainState, texts: list[str]) -> None:
+    """Print continued prompts, and add them to the events."""
+    for text in texts:
+        run.events.add("generation", state.step, text)
+        run.log(f"step {state.step}: {text}")
 
 
 def load_newest_checkpoint(run: Run) -> TrainState:
@@ -342,8 +424,8 @@ def end_without_data(run: Run, state: TrainState, error: Exception | None) -> No
         compare_replicas(run.built.model_parts, run.built.optimizer)
     text = f"a rank has no data for step {state.step + 1}: saving step {state.step}, then ending"
     run.events.add("warning", state.step, text, warning=True)
-    manifest = state.manifest(run.plan, run.dataset)
-    run.checkpoints.save_final(run.built.model_parts, run.built.optimizer, manifest)
+    run.checkpoints.save_final(*saved_parts(run, state))
+    run.events.add("stop", state.step, "stopped and saved")
     if error is not None:
         error.add_note(f"step {state.step} is saved")
         raise error

@@ -25,9 +25,10 @@ from weft.monitor.device_memory import memory_peak_gib, read_prediction
 from weft.monitor.event_log import EventLog
 from weft.monitor.faults import fault_point
 from weft.monitor.heartbeat import record_step_seconds
-from weft.monitor.jsonl import Tail, add_anomalies, read_tail
+from weft.monitor.jsonl import Tail, add_anomalies, read_tail, replace_last
 from weft.monitor.layer_stats import LayerGradNorms, LayerStats
 from weft.monitor.log_buffer import tolerate
+from weft.monitor.signals import StopRequested
 from weft.monitor.spans import flush_spans
 from weft.monitor.step_record import StepRecord, rank_stats, router_fields
 from weft.monitor.step_timer import StepTimer, enter_phase
@@ -131,17 +132,27 @@ class MetricLogger:
         self._predicted = read_prediction(plan.run_path)
         self._new_anomalies: list[dict[str, Any]] = []  # not recorded yet
         self._recorded_anomalies: list[dict[str, Any]] = []  # of steps that may be repeated
-        # Of the logged step, on the device: metrics of routers, norms of layers; or empty.
-        self._routers = self._layer_norms = torch.empty(0, device=rank.device)
+        # Of the last step, on the device: loss and gradient norm, learning rate; if it was to be
+        # logged also metrics of routers and norms of layers, else empty.
+        self._none = torch.empty(0, device=rank.device)
+        self._loss_and_norm, self._lr = self._none, 0.0
+        self._routers = self._layer_norms = self._none
+        self.logged_step = 0  # the last one that is recorded
+        self.step_seconds = 0.0  # mean of a step between the last two records
+        self._skipped: dict[str, Any] | None = None  # the last record, if it lacks an evaluation
         self._stack = ExitStack()
         self._sinks: list[Sink] = []
 
-    def open(self, step: int) -> None:
-        """Continue the records after ``step``; records of later steps are dropped."""
+    def open(self, state: TrainState) -> None:
+        """Continue the records after a state; records of later steps are dropped."""
+        step = self.logged_step = state.step
         self._stack.close()
         tail = read_tail(self._path, step) if self._rank.rank == 0 else Tail(None, None, [])
         self._timer.rewind(step, tail.last, tail.current)
-        self._divergence.restore(tail.current)
+        self._divergence.restore(state.divergence_state)
+        current = tail.current or {}
+        is_skipped = current.get("step") == step and current.get("eval_skipped") is True
+        self._skipped = current if is_skipped and StepRecord.is_complete(current) else None
         # An anomaly stays in the records even if its step is dropped: see `drop_later`.
         self._recorded_anomalies += tail.anomalies
         if tail.current is None:
@@ -172,7 +183,11 @@ class MetricLogger:
     def rewind(self, state: TrainState) -> None:
         """Continue from an earlier state, because of the last anomaly."""
         self._new_anomalies[-1] |= {"first_sample": state.samples, "back_to": state.step}
-        self.open(state.step)
+        self.open(state)
+
+    def divergence_state(self) -> dict[str, Any]:
+        """Return the state of the divergence detector after the last record."""
+        return self._divergence.state()
 
     def is_due(self, step: int) -> bool:
         """Return True if ``step`` is recorded: see ``monitor.log_interval``."""
@@ -185,6 +200,7 @@ class MetricLogger:
 
     def record_grad_norms(self, step: int, will_log: bool) -> None:
         """Measure gradients before they are clipped; a collective if the step is recorded."""
+        self._routers = self._layer_norms = self._none
         if will_log:
             self._routers = self._train_step.balance.layer_metrics()
         if will_log and self._layer_grad_norms is not None:
@@ -196,37 +212,41 @@ class MetricLogger:
         self._sources.add(self._train_step.loss_by_source)
         self._metrics.add(self._train_step.metrics)
 
+    def complete_step(self, lr: float, loss_and_norm: Tensor) -> None:
+        """Keep the results of a step until it is recorded, or the next one is complete.
+
+        Args:
+            lr: learning rate of the step.
+            loss_and_norm: of the step, see `StepResult`.
+        """
+        self._lr, self._loss_and_norm = lr, loss_and_norm
+
     def log(
         self,
         state: TrainState,
-        lr: float,
-        loss_and_norm: Tensor,
         detector: AnomalyDetector,
         num_replicas: int,
         evaluate: Callable[[], float] | None,
-    ) -> float:
+        skips_evaluation: bool = False,
+    ) -> None:
         """Record the step that has just been completed; a collective.
 
         Args:
             state: the state after the step.
-            lr: learning rate of the step.
-            loss_and_norm: of the step, see `StepResult`.
             detector: ends the run if a step since the last record had a NaN or Inf.
             num_replicas: replica groups that took part in the step.
-            evaluate: returns the validation loss; None: it is not recorded.
-
-        Returns:
-            Mean seconds per step since the last record.
+            evaluate: returns the validation loss; None: it is not recorded.  After
+                `StopRequested` the record says that the evaluation is missing.
+            skips_evaluation: an evaluation is due, but the run stops.
         """
         plan, device = self._plan, self._rank.device
         enter_phase("device")
         fault_point("record")
         flush_spans()
         probe = Probe(device) if device.type == "cuda" else None
-        no_logits = self._routers.new_empty(0)
         (loss, grad_norm), logits, routers, layer_norms, source_means, metric_means = detector.wait(
-            loss_and_norm,
-            self._qk_clip.max_logits() if self._qk_clip is not None else no_logits,
+            self._loss_and_norm,
+            self._qk_clip.max_logits() if self._qk_clip is not None else self._none,
             self._routers.flatten(),
             self._layer_norms,
             self._sources.take_means(),
@@ -236,6 +256,7 @@ class MetricLogger:
         fault_point("tell")
         layers, overflow = self._train_step.balance.layers, self._train_step.overflow
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
+        layer_names = layer_names if layer_norms else []
         times = self._timer.measure()
         record_step_seconds(times.step)
         compute_seconds = probe.seconds() if probe else times.cpu
@@ -250,12 +271,15 @@ class MetricLogger:
             [row[:-1] for row in table],
             partial(self._events.add, "slow rank", state.step, warning=True),
         )
-        validation = self._evaluate(state.step, evaluate) if evaluate else {}
+        try:
+            validation = self._evaluate(state.step, evaluate) if evaluate else {}
+        except StopRequested:
+            validation, skips_evaluation = {}, True
         record = StepRecord.create(
             step=state.step,
             loss=loss,
             grad_norm=grad_norm,
-            lr=lr,
+            lr=self._lr,
             tokens=state.samples * plan.seq_len,
             tokens_per_step=plan.tokens_per_step,
             times=times,
@@ -279,12 +303,35 @@ class MetricLogger:
             best_loss=self._divergence.best,
             diverged_since=None if diverged is None else diverged.since,
             time_breakdown=self._timer.time_breakdown(),
+            eval_skipped=skips_evaluation or None,
             **validation,
         )
+        self.logged_step = state.step
         for sink in self._sinks:
             sink.write(record)
         self._events.flush()
-        return times.step
+        self.step_seconds = times.step
+
+    def log_skipped_evaluation(self, step: int, evaluate: Callable[[], float]) -> None:
+        """Make up for the evaluation that a stop skipped after ``step``, if any; a collective.
+
+        Raises:
+            StopRequested: by ``evaluate``; then it is still missing.
+        """
+        (is_skipped, *_), *_ = gather_rows([self._skipped is not None])
+        if not is_skipped:
+            return
+        validation = self._evaluate(step, evaluate)
+        if self._skipped is None:
+            return  # only rank 0 has the record
+        record = {k: v for k, v in self._skipped.items() if k != "eval_skipped"}
+        completed = StepRecord.from_dict(record | validation)
+        by_key = completed.to_dict()
+        for sink in self._sinks[1:]:  # the trackers
+            sink.write(completed)
+        with tolerate(self._path, self._events.log):
+            replace_last(self._path, record | by_key)
+        self._skipped = None
 
     def _take_anomalies(self, step: int) -> list[dict[str, Any]]:
         """Return the new anomalies without those that an earlier start has recorded."""

@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -361,7 +362,12 @@ class ReplicaGroups(SingleReplica):
             receive_into(local_values(tensors[name]))
         if convert := getattr(optimizer, "convert_loaded_state", None):
             convert()
-        return TrainState(header["step"], header["samples"], header["anomaly_state"], state.base)
+        return replace(
+            state,
+            step=header["step"],
+            samples=header["samples"],
+            anomaly_state=header["anomaly_state"],
+        )
 
     # ---------------------------------------------------------------- in a step
 

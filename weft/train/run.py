@@ -40,8 +40,9 @@ from weft.train.setup import Built, Rank, build, open_layer_stats
 from weft.train.state import TrainState, checkpoint_dir, resume
 from weft.train.step import TrainStep
 
-# Continue the prompts with the model in training; a collective.  See `weft.tools.eval_text`.
-Generate = Callable[[TrainStep], list[str]]
+# Continue the prompts with the model in training, unless the second argument raises; a collective.
+# See `weft.tools.eval_text`.
+Generate = Callable[[TrainStep, Callable[[], None]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def open_run(
             warnings = (*plan.warnings, *epoch_warnings(plan, dataset, mixtures["train"]))
             with tolerate(run_dir / "plan.json", log):
                 write_plan(run_dir, replace(plan, warnings=warnings))
-        metrics.open(state.step)
+        metrics.open(state)
         start = f"resumed from step {state.step}" if state.step else "started"
         events.add("start", state.step, f"{start} on {plan.world_size} ranks")
         yield Run(

@@ -42,6 +42,7 @@ class TrainState:
         samples: sequences that were consumed or skipped.  This alone decides which data is next,
             for any batch size and layout.
         anomaly_state: see `weft.monitor.anomaly.AnomalyDetector.state`.
+        divergence_state: see `weft.monitor.anomaly.DivergenceDetector.state`.
         base: name of the checkpoint with the frozen parameters; empty if there are none, or if they
             follow from the seed.
     """
@@ -49,6 +50,7 @@ class TrainState:
     step: int
     samples: int
     anomaly_state: Mapping[str, Any] = field(default_factory=dict)
+    divergence_state: Mapping[str, Any] = field(default_factory=dict)
     base: str = ""
 
     def manifest(self, plan: Plan, dataset: Dataset) -> dict[str, Any]:
@@ -57,6 +59,7 @@ class TrainState:
             "step": self.step,
             "samples": self.samples,
             "anomaly_state": self.anomaly_state,
+            "divergence_state": self.divergence_state,
             **({"base": self.base} if self.base else {}),
             "data": dataset.fingerprint,
             "mesh": plan.axis_sizes,
@@ -211,5 +214,10 @@ def _state_of(manifest: Mapping[str, Any], base: Path | None) -> TrainState:
         rule = f"step {manifest['step']} has adapters for the weights of {name or 'the seed'}"
         state = f"{name} is missing; restore it" if name else f"{found} is there; remove it"
         raise CheckpointError(f"{rule}, but {state}")
-    anomaly_state = manifest.get("anomaly_state", {})
-    return TrainState(manifest["step"], manifest["samples"], anomaly_state, name)
+    return TrainState(
+        step=manifest["step"],
+        samples=manifest["samples"],
+        anomaly_state=manifest.get("anomaly_state", {}),
+        divergence_state=manifest.get("divergence_state", {}),
+        base=name,
+    )

@@ -48,6 +48,7 @@ from weft.train.loss import (
     linear_cross_entropy,
 )
 
+MAX_STOP_CHECKS = 8  # in a step, because each is a reduction over all ranks
 SEQUENCE_COLUMNS = ("tokens_BT", "targets_BT", "positions_BT", "later_BTK", "token_ids_BT")
 
 
@@ -170,6 +171,7 @@ class TrainStep:
         self,
         batches: Sequence[Batch],
         sum_over_replicas: Callable[[list[Tensor]], None] = lambda tensors: None,
+        check_stop: Callable[[], None] | None = None,
     ) -> Tensor:
         """Add the gradients of the global batch's mean loss to the parameters' ``.grad``.
 
@@ -178,6 +180,9 @@ class TrainStep:
         Args:
             batches: this rank's microbatches, from `batch_to`.
             sum_over_replicas: sums tensors in place over the replica groups.
+            check_stop: called between forward and backward of at most `MAX_STOP_CHECKS`
+                microbatches, but not in a pipeline.  Its exception abandons the step: the
+                parameters are unchanged, and the gradients incomplete.
 
         Returns:
             This rank's share of the loss; the sum over ranks is the mean loss in nats per token
@@ -192,7 +197,7 @@ class TrainStep:
         sum_over_replicas([count, sequences])
         divisors = count + (count == 0)  # without targets, loss and gradients are zero
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
-        losses = self._compute_gradients(microbatches, sequences)
+        losses = self._compute_gradients(microbatches, sequences, check_stop)
         if self.overflow is not None and self.overflow.occurred():
             for part in self.model_parts:
                 part.zero_grad()
@@ -205,7 +210,10 @@ class TrainStep:
         return self._local_loss(losses)
 
     def _compute_gradients(
-        self, microbatches: list[Microbatch], num_sequences: Tensor
+        self,
+        microbatches: list[Microbatch],
+        num_sequences: Tensor,
+        check_stop: Callable[[], None] | None = None,
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches; return their losses on this rank."""
         self._reset_metrics()
@@ -214,16 +222,21 @@ class TrainStep:
             losses = self._run_schedule(microbatches)
             self._tied.sum_gradients()
             return losses
-        return self._accumulate_gradients(microbatches)
+        return self._accumulate_gradients(microbatches, check_stop)
 
-    def _accumulate_gradients(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+    def _accumulate_gradients(
+        self, microbatches: Sequence[Microbatch], check_stop: Callable[[], None] | None
+    ) -> list[Tensor]:
         losses = []
+        interval = -(-len(microbatches) // MAX_STOP_CHECKS)
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
             for part in self.model_parts:
                 set_gradient_sync(part, is_last, self.plan.gradient_sync)
             with action(0, "F", index):
                 loss = self._forward(microbatch)
+            if check_stop is not None and index % interval == 0:
+                check_stop()
             with action(0, "B", index):
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
@@ -231,11 +244,18 @@ class TrainStep:
             restore_parameters(part)
         return losses
 
+    def abandon(self) -> None:
+        """Free the parameters that an abandoned pass has gathered; see `reshard`."""
+        for part in self.model_parts:
+            part.train()
+            reshard(part)
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss in nats per token (DPO: per pair).
 
-        Every rank calls this function, with equally many batches.
+        Every rank calls this function, with equally many batches.  After an exception of the
+        iterator, on all ranks at the same batch, call `abandon`.
         """
         for part in self.model_parts:
             part.eval()
