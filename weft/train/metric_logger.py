@@ -313,7 +313,7 @@ class MetricLogger:
         self.step_seconds = times.step
 
     def log_skipped_evaluation(self, step: int, evaluate: Callable[[], float]) -> None:
-        """Make up for the evaluation that a stop skipped after ``step``, if any; a collective.
+        """Make up for an evaluation that a stop skipped after ``step``; a collective.
 
         Raises:
             StopRequested: by ``evaluate``; then it is still missing.
