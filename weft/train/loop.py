@@ -39,7 +39,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def train(
                 run.profiler.advance(step)  # collective when a profile ends
 
                 batches, data_error = next_batch(run, state, batches)
-                run.consensus.post(  # collective, in the background; adds stop signals itself
+                run.consensus.post(  # collective, in the background
                     retry_save=run.checkpoints.should_retry(),
                     is_saving=run.checkpoints.is_saving(),
                     has_no_data=data_error is not None,
