@@ -103,12 +103,15 @@ def keys_page() -> str:
     return "\n".join([*lines, *model_fields()])
 
 
-def fields_table(section: type[schema.Section]) -> list[str]:
-    rows = [
-        f"| {code(key)} | {type_text(values)} | {default_text(values['default'])} "
-        f"| {values['description']} |"
-        for key, values in properties(section).items()
-    ]
+def fields_table(section: type[schema.Section], prefix: str = "") -> list[str]:
+    """Return a table of a section's keys; ``prefix`` of their names in ``peer_names.toml``."""
+    rows = []
+    for key, values in properties(section).items():
+        names = load_peer_names().get(f"{prefix}{key}", {})
+        others = " ".join(peers_line(names)).replace(":Related: ", "Related: ").strip()
+        meaning = ". ".join(filter(None, (values["description"], others.lstrip(":"))))
+        default = default_text(values["default"])
+        rows.append(f"| {code(key)} | {type_text(values)} | {default} | {meaning} |")
     return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
 
 
@@ -127,7 +130,7 @@ def model_fields() -> list[str]:
     lines += ["| `model.kind` | presets |", "|---|---|"]
     for name, family in FAMILIES.items():
         lines.append(f"| {code(name)} | {', '.join(map(code, family.presets))} |")
-    return [*lines, "", *fields_table(FAMILIES["llama"].config)]
+    return [*lines, "", *fields_table(FAMILIES["llama"].config, "model.")]
 
 
 def peers_page() -> str:

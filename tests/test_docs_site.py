@@ -18,6 +18,7 @@ from weft.cli.main import build_parser
 from weft.config.peer_names import load_peer_answers
 from weft.config.reader import read_job
 from weft.config.schema import SECTIONS, keys
+from weft.models.decoder_config import DecoderConfig
 from weft.monitor.step_record import StepRecord
 from weft.plan.pipeline_schedule import build_schedule
 
@@ -38,9 +39,11 @@ def load(name: str) -> dict[str, dict[str, str]]:
 
 def test_peer_names_are_of_keys_that_exist() -> None:
     table = load("peer_names.toml")
-    assert set(table) - set(keys()) == set()
+    fields = [f"model.{name}" for name in DecoderConfig.model_fields]
+    assert set(table) - {*keys(), *fields} == set()
     assert all(set(names) <= PEERS and all(names.values()) for names in table.values())
-    assert list(table) == [key for key in keys() if key in table], "not in the order of the schema"
+    of_keys = [key for key in table if key not in fields]
+    assert of_keys == [key for key in keys() if key in table], "not in the order of the schema"
 
 
 def test_peer_names_stand_for_one_key_each() -> None:
@@ -59,7 +62,7 @@ def test_peer_answers_name_only_keys_that_exist() -> None:
     named = {
         name
         for answer in answers.values()
-        for name in re.findall(rf"\b((?:{sections})\.[a-z_]+)", answer)
+        for name in re.findall(rf"\b((?:{sections})\.[a-z_]+\d?)", answer)
     }
     assert named <= set(keys())
     assert not any(name.startswith("-") for name in answers)
@@ -88,7 +91,10 @@ def test_keys_page_every_key_has_type_default_and_description() -> None:
 def test_keys_page_names_of_other_projects_are_in_the_entry() -> None:
     page = reference_pages.keys_page()
     for key, names in load("peer_names.toml").items():
-        entry = page[page.index(f"{{confval}} {key}\n") :].partition("\n```\n")[0]
+        if f"{{confval}} {key}\n" in page:
+            entry = page[page.index(f"{{confval}} {key}\n") :].partition("\n```\n")[0]
+        else:  # a field of model families
+            (entry,) = re.findall(rf"^\| `{key.removeprefix('model.')}` .*$", page, re.M)
         missing = [name for name in names.values() if name not in entry]
         assert missing == [], key
 

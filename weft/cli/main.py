@@ -25,6 +25,7 @@ from weft.cli.generate_command import add_generate
 from weft.cli.help_command import add_help
 from weft.cli.launch_commands import add_job, add_launch
 from weft.cli.plan_command import add_plan
+from weft.cli.recipe_command import add_recipe
 from weft.cli.recipes_command import add_recipes
 from weft.cli.run_commands import add_diff, add_hang, add_report
 from weft.cli.schema_command import add_schema
@@ -37,7 +38,15 @@ from weft.version import __version__
 
 GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
     "Train": (add_train, add_launch, add_job),
-    "Before a run": (add_recipes, add_plan, add_verify, add_compare, add_data, add_doctor),
+    "Before a run": (
+        add_recipes,
+        add_recipe,
+        add_plan,
+        add_verify,
+        add_compare,
+        add_data,
+        add_doctor,
+    ),
     "Use a model": (add_chat, add_generate, add_evaluate, add_import, add_export),
     "Explain and repair a run": (add_report, add_diff, add_hang, add_rollback),
     "Help": (add_help, add_completion, add_schema),

@@ -29,8 +29,10 @@ from weft.config.errors import (
     capitalize,
     find_misspelled,
     suggest,
+    truncate_list,
 )
-from weft.config.peer_names import all_peer_names, describe_peer_name
+from weft.config.peer_configs import describe_peer_config, is_torchtitan
+from weft.config.peer_names import all_peer_names, describe_peer_name, load_peer_names
 from weft.config.run_paths import JOB_FILE, absolute_dir, is_run_file, resolve_run_paths
 from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
@@ -164,7 +166,14 @@ def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) 
             raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
         tree = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        errors.add("recipe", f"cannot be read as TOML: {error}", value=str(path))
+        rule, remedy = f"cannot be read as TOML: {error}", ""
+        if program := describe_peer_config(path):
+            rule, remedy = f"is {program}", f"translate it: weft recipe from {recipe}"
+        errors.add("recipe", rule, remedy, value=recipe if program else str(path))
+        return {}
+    if is_torchtitan(tree):
+        remedy = f"translate it: weft recipe from {recipe}"
+        errors.add("recipe", "is a TorchTitan configuration", remedy, value=recipe)
         return {}
     is_run = is_run_file(named, tree, frozenset(SECTIONS))
     parent = tree.pop("extends", None)
@@ -270,7 +279,8 @@ def _validate(tree: Tree, errors: ConfigErrors) -> Job:
     """
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
-        errors.add(shown, "is not a known section", suggest(name, SECTIONS))
+        remedy = _describe_peer_section(name, tree[name]) or suggest(name, SECTIONS)
+        errors.add(shown, "is not a known section", remedy)
         del tree[name]
     for name, section in tree.items():
         found = check_section(SECTIONS[name], name, section)
@@ -278,6 +288,15 @@ def _validate(tree: Tree, errors: ConfigErrors) -> Job:
         for error in found:
             section.pop(error.key.partition(".")[2], None)
     return Job.model_validate_json(json.dumps(tree, default=_no_json), strict=True)
+
+
+def _describe_peer_section(name: str, values: Mapping[str, Any]) -> str:
+    """Return weft's keys for a section of TorchTitan's; empty if it is none."""
+    keys_by_name = {n["torchtitan"]: k for k, n in load_peer_names().items() if "torchtitan" in n}
+    found = [
+        f"{v} is {keys_by_name[f'{name}.{v}']}" for v in values if f"{name}.{v}" in keys_by_name
+    ]
+    return f"it is a section of TorchTitan: {truncate_list(found)}" if found else ""
 
 
 def _no_json(value: object) -> dict[str, str]:

@@ -1,0 +1,1396 @@
+"""Translate configurations of other programs into recipes.
+
+``weft recipe from FILE`` calls this module.
+
+Most of it is data: ``peer_names.toml`` has the names, ``peer_configs.toml`` the values, and the
+names that weft ignores or lacks.  This module has what follows from several names: the batch, the
+schedule, the model and the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.peer_configs import PeerConfig, load_peer_configs, read_peer_config
+from weft.config.peer_names import load_peer_answers, load_peer_names
+from weft.config.reader import check_section
+from weft.config.schema import SECTIONS
+
+Json = dict[str, Any]
+DEVICES_PER_NODE = 8
+DEVICE = "H100"
+SHELL_VARIABLE = "$"
+
+
+@dataclass
+class Translation:
+    """A recipe in the making.
+
+    Attributes:
+        config: what is translated.
+        cluster: nodes, devices per node and device that the user named; None: from the file.
+        recipe: value by weft's key.
+        sources: names of the file from which a key comes.
+        ignored: name -> why it changes nothing.
+        unsupported: name and value -> what to use instead.
+        notes: remarks for the user.
+    """
+
+    config: PeerConfig
+    cluster: tuple[int, int, str] | None
+    recipe: Json = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Spell names as in the tables, and add the defaults of the program."""
+        program, given = self.config.program, self.config.values
+        self.tables: Json = load_peer_configs().get(program, {})
+        aliases = self.tables.get("aliases", {})
+        self.values: Json = {}
+        for name, value in given.items():
+            self.values.setdefault(aliases.get(name, name), value)
+        self.given = set(self.values)
+        for name in [n for n, v in self.values.items() if _is_variable(v)]:
+            value = self.values.pop(name)
+            self.unsupported[f"{name} = {_show(value)}"] = "a shell variable without a value"
+        defaults = self.tables.get("defaults", {})
+        self.values |= {n: v for n, v in defaults.items() if n not in self.values}
+        self.notes += self.config.notes
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return and remove the value of a name."""
+        return self.values.pop(name, default)
+
+    def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
+        """Set a key of weft, which comes from the names of the file."""
+        self.recipe[key] = value
+        given = [name for name in names if name in self.given]
+        source = ", ".join(given) if given else f"default of {self.config.title}"
+        self.sources[key] = f"{source}: {note}" if note else source
+
+    def skip(self, name: str, reason: str) -> None:
+        """Ignore a name, if the file has it."""
+        if name in self.values:
+            self.take(name)
+            if name in self.given:
+                self.ignored[name] = reason
+
+    def lack(self, name: str, value: Any, remedy: str) -> None:
+        """Record a value that weft cannot take."""
+        self.unsupported[f"{name} = {_show(value)}"] = remedy
+
+    def choose(self, key: str, name: str) -> None:
+        """Set a key by the table of its values."""
+        if name not in self.values:
+            return
+        value = self.take(name)
+        table = self.tables["values"].get(key)
+        if table is None:
+            self.set(key, value, name)
+        elif _text(value) in table:
+            self.set(key, table[_text(value)], name)
+        else:
+            self.lack(name, value, f"{key} is one of {', '.join(map(_show, table.values()))}")
+
+    @property
+    def num_devices(self) -> int | None:
+        """The number of ranks that the user named."""
+        return self.cluster[0] * self.cluster[1] if self.cluster else None
+
+
+def translate_file(path: Path, cluster: tuple[int, int, str] | None = None) -> Translation:
+    """Translate a configuration of another program.
+
+    Args:
+        path: the file.
+        cluster: nodes, devices per node and device of the run; None: those of the file.
+
+    Raises:
+        InvalidConfig: the file is of no known program.
+    """
+    translation = Translation(read_peer_config(path), cluster)
+    PROGRAMS[translation.config.program](translation)
+    _take_same(translation)
+    vocabulary = translation.recipe.get("model.vocab_size", 1 << 30)
+    if vocabulary < SECTIONS["data"].model_fields["vocab_size"].default:
+        translation.set("data.vocab_size", vocabulary, note="of a tokenizer that weft trains")
+    _take_rest(translation)
+    _check_values(translation)
+    return translation
+
+
+# ----------------------------------------------------------------------- what all programs share
+
+
+def _take_same(t: Translation) -> None:
+    """Set the keys whose value is the same in the file."""
+    for name in t.tables.get("same", []):
+        if t.values.get(name) == "":
+            t.skip(name, "it is not set")
+        elif name in t.values:
+            t.choose(_key_of(t.config.program, name), name)
+    for name, key in t.tables.get("keys", {}).items():
+        t.choose(key, name)
+
+
+def _key_of(program: str, name: str) -> str:
+    return next(key for key, names in load_peer_names().items() if names.get(program) == name)
+
+
+def _take_rest(t: Translation) -> None:
+    """List the names that are left: ignored, unsupported or unknown."""
+    for name, value in t.values.items():
+        if name not in t.given:
+            continue
+        answer = load_peer_answers().get(name.lstrip("-").replace("-", "_").rpartition(".")[2])
+        reason = _match(t.tables.get("unsupported", {}), name)
+        if reason is not None:
+            harmless = _match(t.tables.get("harmless", {}), name) or []
+            if value in harmless and value is not True:
+                t.ignored[name] = f"{_show(value)} is what weft does"
+            elif value == "" or (value is False and True not in harmless):
+                t.ignored[name] = "it is off"
+            elif value in harmless:
+                t.ignored[name] = f"{_show(value)} is what weft does"
+            else:
+                t.lack(name, value, reason or answer or "weft has no counterpart")
+        elif (reason := _match(t.tables.get("ignored", {}), name)) is not None:
+            t.ignored[name] = reason
+        elif value in ("", False) or value == []:
+            t.ignored[name] = "it is off"
+        else:
+            t.lack(name, value, answer or "weft does not know it; see weft help keys")
+
+
+def _match(table: Json, name: str) -> Any:
+    """Return the entry of a name, or of the first pattern that fits."""
+    if name in table:
+        return table[name]
+    return next((table[p] for p in table if "*" in p and fnmatchcase(name, p)), None)
+
+
+def _check_values(t: Translation) -> None:
+    """Take out the values that weft's keys do not accept."""
+    by_section: dict[str, Json] = {}
+    for key, value in t.recipe.items():
+        section, _, last = key.partition(".")
+        by_section.setdefault(section, {})[last] = value
+    for section, values in by_section.items():
+        for error in check_section(SECTIONS[section], section, values):
+            key = error.key
+            if key in t.recipe:
+                value = t.recipe.pop(key)
+                t.lack(t.sources.pop(key), value, f"{key} {error.rule}")
+
+
+def _set_cluster(t: Translation, ranks: int, is_known: bool) -> None:
+    """Set ``run.cluster`` to nodes for this number of ranks."""
+    if t.cluster:
+        nodes, devices, device = t.cluster
+    else:
+        nodes, devices, device = 1, ranks, DEVICE
+        if ranks > DEVICES_PER_NODE and ranks % DEVICES_PER_NODE == 0:
+            nodes, devices = ranks // DEVICES_PER_NODE, DEVICES_PER_NODE
+    source = "--cluster" if t.cluster else "the number of ranks in the file"
+    if not t.cluster and not is_known:
+        source = "assumed"
+    t.recipe["run.cluster"] = f"{nodes}x{devices}x{device}"
+    t.sources["run.cluster"] = source
+
+
+def _ranks(t: Translation, per_replica: int, known: int | None, fallback: int) -> tuple[int, bool]:
+    """Return the number of ranks, and whether the user or the file names it.
+
+    Args:
+        t: the translation.
+        per_replica: ranks that compute one share of the global batch.
+        known: the number in the file; None: it has none.
+        fallback: the number without one.
+    """
+    if t.num_devices or known:
+        return int(t.num_devices or known or 0), True
+    return max(fallback, per_replica), False
+
+
+def _note_assumed_ranks(t: Translation, ranks: int, batch: int, per_rank: str, names: str) -> None:
+    t.notes.append(
+        f"The global batch of {t.config.title} follows from the number of GPUs, which the file "
+        f"does not name. {batch} sequences are for {ranks} GPU{'s' * (ranks > 1)} ({per_rank}). "
+        f"Translate again with --cluster NODESxGPUSx{DEVICE}, or set train.global_batch_size "
+        f"({names} x data-parallel ranks)."
+    )
+
+
+def _set_length(t: Translation, key: str, value: Any, name: str) -> None:
+    """Set a number of steps that may be a fraction of all."""
+    steps = t.recipe.get("train.steps")
+    if isinstance(value, float) and 0 < value < 1:
+        if not isinstance(steps, int):
+            t.lack(name, value, f"{key} is a number of steps; weft train prints their total")
+            return
+        value = round(value * steps)
+    t.set(key, int(value), name)
+
+
+def _set_path(t: Translation, key: str, path: str, name: str, what: str) -> None:
+    """Set the path of a file; if there is none here, ask for it."""
+    if path and Path(path).expanduser().exists():
+        t.set(key, path, name)
+    else:
+        t.lack(name, path, f"no such {what} here: set {key} on the machine that has it")
+
+
+def _show(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _is_variable(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(v, str) and SHELL_VARIABLE in v for v in values)
+
+
+def _hub_data(name: str, config: str = "", split: str = "") -> str:
+    """Return ``data.path`` of a data set: a file here, or one of the Hub."""
+    if "://" in name or name.startswith((".", "/", "~")) or Path(name).exists():
+        return name
+    return f"hf://{name}" + (f":{config}" if config else "") + (f"@{split}" if split else "")
+
+
+# ----------------------------------------------------------------------- TorchTitan
+
+
+def _from_torchtitan(t: Translation) -> None:
+    degree = {
+        name: int(t.values.get(f"parallelism.{long}_degree", 1))
+        for name, long in (
+            ("dp_replicate", "data_parallel_replicate"),
+            ("tp", "tensor_parallel"),
+            ("pp", "pipeline_parallel"),
+            ("cp", "context_parallel"),
+        )
+    }
+    shard = int(t.take("parallelism.data_parallel_shard_degree"))
+    others = degree["tp"] * degree["pp"] * degree["cp"] * degree["dp_replicate"]
+    known = others * shard if shard > 0 else None
+    ranks, is_known = _ranks(t, others, known, DEVICES_PER_NODE)
+    experts = int(t.values.get("parallelism.expert_parallel_degree", 1))
+    # The ranks of one replica and stage hold all experts.
+    whole = int(t.values.get("parallelism.expert_tensor_parallel_degree", 1)) < degree["tp"]
+    unit = degree["dp_replicate"] * degree["pp"] * (1 if whole else degree["tp"])
+    if not is_known:
+        ranks = math.lcm(others, experts * unit) * max(1, ranks // math.lcm(others, experts * unit))
+    if ranks % others:
+        value = f"{ranks} GPUs"
+        rule = f"is not divisible by the file's other degrees, {others}"
+        raise InvalidConfig([ConfigError("--cluster", value, rule, "name a multiple")])
+    name = "parallelism.data_parallel_shard_degree"
+    t.set("parallel.dp_shard", shard if shard > 0 else "auto", name)
+    data_ranks = ranks // (degree["tp"] * degree["pp"] * degree["cp"])
+    _torchtitan_batch(t, ranks, data_ranks, degree["pp"], is_known)
+    _set_cluster(t, ranks, is_known)
+    _torchtitan_model(t)
+    _torchtitan_data(t)
+    _torchtitan_schedule(t)
+    _torchtitan_speed(t, degree)
+    _torchtitan_outputs(t, data_ranks)
+    if t.values.get("optimizer.weight_decay", 0.1):
+        t.notes.append(
+            "TorchTitan decays all weights; weft neither norms nor embeddings. To do the same, add "
+            '[[optim.groups]] with params = ["*"] and weight_decay = '
+            f"{t.values.get('optimizer.weight_decay', 0.1)}."
+        )
+    if t.values.get("optimizer.name", "AdamW") == "Adam":
+        t.lack("optimizer.name", t.take("optimizer.name"), "optim.name = adamw")
+
+
+def _torchtitan_batch(t: Translation, ranks: int, data_ranks: int, pp: int, known: bool) -> None:
+    local, total = t.take("training.local_batch_size"), t.take("training.global_batch_size", -1)
+    per_stage = t.take("parallelism.pipeline_parallel_microbatch_size", 1)
+    if total > 0:
+        t.set("train.global_batch_size", total, "training.global_batch_size")
+    else:
+        note = f"{local} x {data_ranks} data-parallel ranks"
+        t.set("train.global_batch_size", local * data_ranks, "training.local_batch_size", note=note)
+        if not known:
+            name = "training.local_batch_size"
+            _note_assumed_ranks(t, ranks, local * data_ranks, note, name)
+    if pp > 1:
+        name = "parallelism.pipeline_parallel_microbatch_size"
+        t.set("train.microbatch_size", per_stage, name)
+    else:
+        t.set("train.microbatch_size", local, "training.local_batch_size")
+
+
+def _torchtitan_model(t: Translation) -> None:
+    name, flavor = t.take("model.name"), t.take("model.flavor")
+    for suffix in ("_flex_attn", "_flex", "_varlen_attn", "_varlen"):
+        if str(flavor).endswith(suffix):
+            flavor = str(flavor).removesuffix(suffix)
+            t.set("data.packing", "documents", "model.flavor", note="attention inside a document")
+    if name in t.tables["other_models"]:
+        rule = "is the configuration of a model that is not a language model"
+        raise InvalidConfig([ConfigError("model.name", name, rule, "weft trains decoders of text")])
+    models = t.tables["models"]
+    found = models.get(name, {}).get(str(flavor))
+    fields = models["fields"].get(f"{name}/{flavor}")
+    if found:
+        kind, _, preset = found.partition("/")
+        fields = {"kind": kind, "preset": preset}
+    if fields is None:
+        remedy = "set model.kind, model.preset and model.FIELD (weft help model), or model.path"
+        t.lack("model.name, model.flavor", f"{name} {flavor}", remedy)
+        t.recipe["model.path"] = "required"
+        t.sources["model.path"] = "weft has no preset of this model"
+        return
+    for key, value in fields.items():
+        t.set(f"model.{key}", value, "model.flavor" if key != "kind" else "model.name")
+    if fields["kind"] == "llama":
+        t.notes.append(
+            "TorchTitan scales the rotary frequencies as Llama 3.1 does since late 2025; before, "
+            "it did not: model.rope_scaling = none."
+        )
+
+
+def _torchtitan_data(t: Translation) -> None:
+    dataset, path = t.take("training.dataset"), t.take("training.dataset_path", "")
+    known = t.tables["datasets"].get(dataset)
+    if path:
+        t.set("data.path", _hub_data(path), "training.dataset_path")
+    elif known:
+        t.set("data.path", known, "training.dataset")
+    else:
+        t.lack("training.dataset", dataset, "set data.path: a file, a directory, or hf://NAME")
+    assets = t.take("model.hf_assets_path", "")
+    if assets:
+        file = Path(assets)
+        file = file if file.suffix == ".json" else file / "tokenizer.json"
+        _set_path(t, "data.tokenizer", str(file), "model.hf_assets_path", "tokenizer.json")
+
+
+def _torchtitan_schedule(t: Translation) -> None:
+    steps, warmup = t.values["training.steps"], t.values["lr_scheduler.warmup_steps"]
+    ratio, kind = t.take("lr_scheduler.decay_ratio", ""), t.take("lr_scheduler.decay_type")
+    if warmup > steps:
+        t.lack(
+            "lr_scheduler.warmup_steps", t.take("lr_scheduler.warmup_steps"), "at most the steps"
+        )
+        warmup = 0
+    left = max(1, steps - warmup)
+    decay = left if ratio == "" else min(left, round(steps * float(ratio)))
+    names = ("lr_scheduler.decay_type", "lr_scheduler.decay_ratio")
+    if decay == left and kind in ("linear", "cosine"):
+        t.set("optim.schedule", kind, *names)
+    elif decay == 0:
+        t.set("optim.schedule", "wsd", *names)
+        t.set("optim.decay_fraction", 0.0, names[1])
+    else:
+        t.set("optim.schedule", "wsd", *names)
+        t.set(
+            "optim.decay_fraction",
+            round(decay / left, 6),
+            names[1],
+            note="of the steps after warmup",
+        )
+        if kind != "linear":
+            t.lack(names[0], kind, "wsd decays linearly; optim.schedule = module:function")
+
+
+def _torchtitan_speed(t: Translation, degree: dict[str, int]) -> None:
+    mode = t.take("activation_checkpoint.mode")
+    option = str(t.take("activation_checkpoint.selective_ac_option", "op"))
+    name, key = "activation_checkpoint.mode", "activation_checkpoint.mode"
+    if mode == "selective" and option.isdecimal():
+        note = f"selective_ac_option = {option} recomputes every {option}th block fully"
+        t.set(key, "full", name, note=note)
+        t.set(
+            "activation_checkpoint.every_n_layers",
+            int(option),
+            "activation_checkpoint.selective_ac_option",
+        )
+    elif mode == "memory_budget":
+        t.set(key, "budget", name)
+    else:
+        t.set(key, mode, name)
+    _torchtitan_float8(t)
+    schedule = t.take("parallelism.pipeline_parallel_schedule", "1F1B")
+    csv = t.take("parallelism.pipeline_parallel_schedule_csv", "")
+    if degree["pp"] > 1:
+        name = "parallelism.pipeline_parallel_schedule"
+        t.set("pipeline.schedule", csv or schedule, name)
+    else:
+        t.skip("parallelism.pipeline_parallel_schedule", "there is no pipeline")
+    experts = int(t.values.get("parallelism.expert_parallel_degree", 1))
+    expert_tp = int(t.take("parallelism.expert_tensor_parallel_degree", 1))
+    if experts > 1 and degree["tp"] > 1:
+        value: Any = "tp" if expert_tp == degree["tp"] else expert_tp
+        t.set("parallel.etp", value, "parallelism.expert_tensor_parallel_degree")
+    else:
+        t.skip("parallelism.expert_tensor_parallel_degree", "there is no tp with ep")
+    for each in ("rotate_method", "load_balancer"):
+        if degree["cp"] == 1:
+            t.take(f"parallelism.context_parallel_{each}")
+    if degree["tp"] == 1:
+        t.skip("parallelism.enable_async_tensor_parallel", "there is no tensor parallelism")
+
+
+def _torchtitan_float8(t: Translation) -> None:
+    converters = t.take("model.converters", [])
+    prefix = "quantize.linear.float8"
+    recipe = t.take(f"{prefix}.recipe_name", "") or "tensorwise"
+    filters = t.take(f"{prefix}.filter_fqns", [])
+    if any("float8" in each for each in converters):
+        t.set("precision.float8", recipe, "model.converters", f"{prefix}.recipe_name")
+    elif any("mx" in each for each in converters):
+        t.set("precision.float8", "mxfp8", "model.converters")
+        t.take("quantize.linear.mx.recipe_name")
+        filters = t.take("quantize.linear.mx.filter_fqns", ["output"])
+    else:
+        return
+    # The head and the routers are never in float8.
+    patterns = [f for f in filters if f not in ("output", "router.gate", "auto_filter_small_kn")]
+    modules = t.tables["modules"]
+    renamed = [".".join(modules.get(part, part) for part in f.split(".")) for f in patterns]
+    if renamed:
+        t.set(
+            "precision.float8_exclude", [f"*{name}*" for name in renamed], f"{prefix}.filter_fqns"
+        )
+
+
+def _torchtitan_outputs(t: Translation, data_ranks: int) -> None:
+    saves = t.take("checkpoint.enable")
+    interval, keep = t.take("checkpoint.interval"), t.take("checkpoint.keep_latest_k")
+    mode = t.take("checkpoint.async_mode")
+    if saves:
+        t.set("checkpoint.interval", interval, "checkpoint.interval")
+        t.set("checkpoint.async_save", mode != "disabled", "checkpoint.async_mode")
+        if keep:
+            t.set("checkpoint.keep_latest", keep, "checkpoint.keep_latest_k")
+        else:
+            t.lack("checkpoint.keep_latest_k", keep, "checkpoint.keep_latest counts them")
+    else:
+        note = "TorchTitan saves nothing; weft saves the last step"
+        t.set("checkpoint.interval", 0, "checkpoint.enable", note=note)
+    trackers = {"tensorboard": "metrics.enable_tensorboard", "wandb": "metrics.enable_wandb"}
+    used = [each for each, name in trackers.items() if t.take(name, False)]
+    t.set("monitor.trackers", used, *trackers.values())
+    enabled, every = (
+        t.take("profiling.enable_profiling", False),
+        t.take("profiling.profile_freq", 10),
+    )
+    if enabled and every <= t.values["training.steps"]:
+        note = f"TorchTitan profiles every {every} steps"
+        t.set("profile.steps", str(every), "profiling.profile_freq", note=note)
+    elif not enabled:
+        t.take("profiling.enable_memory_snapshot")
+    if t.take("validation.enable", False):
+        t.set("train.eval_interval", t.take("validation.freq", 10), "validation.freq")
+        steps, batch = t.take("validation.steps", -1), t.take("validation.local_batch_size", 8)
+        if steps > 0:
+            note = f"{steps} steps x {batch} x {data_ranks} ranks"
+            t.set("train.eval_sequences", steps * batch * data_ranks, "validation.steps", note=note)
+        else:
+            t.lack("validation.steps", steps, "train.eval_sequences counts sequences")
+    else:
+        for name in [n for n in t.values if n.startswith("validation.")]:
+            t.skip(name, "validation is off in the file")
+
+
+# ----------------------------------------------------------------------- Megatron-LM
+
+
+def _from_megatron(t: Translation) -> None:
+    tp, pp, cp = (
+        int(t.values.get(f"--{name}-parallel-size", 1))
+        for name in ("tensor-model", "pipeline-model", "context")
+    )
+    known = None
+    if isinstance(t.values.get("--nproc-per-node"), int):
+        nodes = t.values.get("--nnodes", 1)
+        known = t.values["--nproc-per-node"] * (nodes if isinstance(nodes, int) else 1)
+    experts = int(t.values.get("--expert-model-parallel-size", 1))
+    expert_tp = int(t.values.get("--expert-tensor-parallel-size") or tp)
+    least = math.lcm(tp * pp * cp, experts * expert_tp * pp if experts > 1 else 1)
+    if known and known % least:
+        t.notes.append(
+            f"The file starts {known} processes, but its degrees of parallelism need a multiple of "
+            f"{least}: the layout is for {least}."
+        )
+        known = None
+    ranks, is_known = _ranks(t, least, known, DEVICES_PER_NODE)
+    if not is_known:
+        ranks -= ranks % least
+    if ranks % (tp * pp * cp):
+        if t.num_devices:
+            rule = f"is not divisible by the file's degrees, {tp * pp * cp}"
+            raise InvalidConfig(
+                [ConfigError("--cluster", f"{ranks} GPUs", rule, "name a multiple")]
+            )
+        ranks = tp * pp * cp
+    data_ranks = ranks // (tp * pp * cp)
+    _set_cluster(t, ranks, is_known)
+    micro = t.values.get("--micro-batch-size", 1)
+    if "--global-batch-size" not in t.values and "--micro-batch-size" in t.values:
+        note = f"{micro} x {data_ranks} data-parallel ranks"
+        t.set("train.global_batch_size", micro * data_ranks, "--micro-batch-size", note=note)
+        if not is_known:
+            _note_assumed_ranks(t, ranks, micro * data_ranks, note, "--micro-batch-size")
+    _megatron_length(t)
+    _megatron_schedule(t)
+    _megatron_layout(t, tp, pp, cp)
+    _megatron_precision(t)
+    _megatron_model(t)
+    _megatron_data(t)
+    _megatron_outputs(t)
+
+
+def _megatron_length(t: Translation) -> None:
+    batch = t.values.get("--global-batch-size", t.recipe.get("train.global_batch_size"))
+    samples = t.take("--train-samples")
+    if samples and batch and "--train-iters" not in t.values:
+        note = f"{samples:,} samples / {batch}"
+        t.set("train.steps", max(1, samples // batch), "--train-samples", note=note)
+    elif "--train-iters" in t.values:
+        t.set("train.steps", t.take("--train-iters"), "--train-iters")
+    for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
+        value = t.take(f"--{name}-samples")
+        if value and batch:
+            t.values[f"--{name}-iters"] = value // batch
+            t.given.add(f"--{name}-iters")
+
+
+def _megatron_schedule(t: Translation) -> None:
+    steps = t.recipe.get("train.steps")
+    decay = t.take("--lr-decay-iters") or steps
+    style = t.values.get("--lr-decay-style")
+    fraction, warmup = t.take("--lr-warmup-fraction"), t.take("--lr-warmup-iters", 0)
+    if fraction is not None and decay:
+        note = f"{fraction} x {decay} steps"
+        warmup = round(fraction * decay)
+        t.set("optim.warmup_steps", warmup, "--lr-warmup-fraction", note=note)
+    else:
+        t.set("optim.warmup_steps", warmup, "--lr-warmup-iters")
+    if steps and decay and decay != steps and style in ("linear", "cosine"):
+        t.lack(
+            "--lr-decay-iters", decay,
+            f"weft's {style} ends with train.steps ({steps}); optim.schedule = module:function "
+            "takes another form",
+        )  # fmt: skip
+    peak, least = t.values.get("--lr"), t.take("--min-lr")
+    if peak:
+        note = f"{least} / {peak}"
+        t.set("optim.min_lr_ratio", round(least / peak, 9), "--min-lr", note=note)
+    wsd = t.take("--lr-wsd-decay-iters")
+    if style == "constant":
+        t.set("optim.decay_fraction", 0.0, "--lr-decay-style")
+    elif style == "WSD" and wsd and steps:
+        value = min(1.0, round(wsd / max(1, steps - warmup), 6))
+        t.set(
+            "optim.decay_fraction", value, "--lr-wsd-decay-iters", note="of the steps after warmup"
+        )
+
+
+def _megatron_layout(t: Translation, tp: int, pp: int, cp: int) -> None:
+    stages = t.take("--num-virtual-stages-per-pipeline-rank")
+    per_stage = t.take("--num-layers-per-virtual-pipeline-stage")
+    layers = t.values.get("--num-layers")
+    if per_stage and layers and pp > 1:
+        stages = layers // pp // per_stage
+    if stages and stages > 1 and pp > 1:
+        name = "--num-layers-per-virtual-pipeline-stage"
+        name = name if per_stage else "--num-virtual-stages-per-pipeline-rank"
+        t.set("pipeline.schedule", "Interleaved1F1B", name)
+        t.set("pipeline.stages_per_rank", stages, name)
+    if tp == 1:
+        t.take("--sequence-parallel")
+    expert_tp = t.take("--expert-tensor-parallel-size")
+    if expert_tp is not None and tp > 1 and t.values.get("--num-experts"):
+        t.set(
+            "parallel.etp", "tp" if expert_tp == tp else expert_tp, "--expert-tensor-parallel-size"
+        )
+    if not t.values.get("--num-experts"):
+        t.take("--moe-token-dispatcher-type")
+    if cp == 1:
+        t.take("--cp-comm-type")
+    strategy = t.take("--data-parallel-sharding-strategy", "no_shard")
+    fsdp = t.take("--use-torch-fsdp2", False) or (
+        (t.take("--use-megatron-fsdp", False) or t.take("--use-custom-fsdp", False))
+        and strategy in ("optim_grads_params", "no_shard")
+    )
+    if not fsdp:
+        name, note = (
+            "--use-distributed-optimizer",
+            "weights stay unsharded, optimizer state is sharded",
+        )
+        if not t.take(name, False):
+            note = "Megatron-LM replicates the optimizer state; weft always shards it"
+        t.set("parallel.reshard_after_forward", "never", name, note=note)
+    else:
+        name = "--data-parallel-sharding-strategy"
+        t.set("parallel.reshard_after_forward", "always", name, "--use-torch-fsdp2")
+    granularity = t.take("--recompute-granularity")
+    method, number = t.take("--recompute-method", ""), t.take("--recompute-num-layers", 1)
+    modules = t.take("--recompute-modules", "core_attn")
+    selective = t.take("--recompute-activations", False) or granularity == "selective"
+    key = "activation_checkpoint.mode"
+    if granularity == "full":
+        t.set(key, "full", "--recompute-granularity")
+        if number != 1 or method == "block":
+            t.lack(
+                "--recompute-num-layers",
+                f"{number} ({method})",
+                "weft recomputes every block, or every n-th: activation_checkpoint.every_n_layers",
+            )
+    elif selective and modules == "core_attn":
+        t.set(
+            key, "none", "--recompute-granularity", note="attention kernels recompute scores anyway"
+        )
+    elif selective:
+        t.set(key, "selective", "--recompute-modules", note="cheap operators")
+        t.set("activation_checkpoint.recompute_every_n_matmuls", 0, "--recompute-modules")
+
+
+def _megatron_precision(t: Translation) -> None:
+    half = t.take("--bf16", False) or t.values.get("--fp16", False)
+    t.set("precision.compute_dtype", "bfloat16" if half else "float32", "--bf16")
+    if t.take("--grad-reduce-in-bf16", False):
+        t.set("precision.reduce_dtype", "bfloat16", "--grad-reduce-in-bf16")
+    form, recipe = t.take("--fp8-format"), t.take("--fp8-recipe", "delayed")
+    if form:
+        table = {
+            "delayed": "tensorwise",
+            "tensorwise": "tensorwise",
+            "mxfp8": "mxfp8",
+            "blockwise": "rowwise",
+        }
+        t.set("precision.float8", table.get(recipe, "tensorwise"), "--fp8-format", "--fp8-recipe")
+        if recipe != "mxfp8":
+            t.notes.append(
+                f"--fp8-recipe {recipe}: weft computes the scale of a matrix from its values, "
+                "without a history of maxima, and without blocks of 128 x 128."
+            )
+
+
+MEGATRON_DEFAULT_VOCABULARY = 128256
+
+
+def _megatron_model(t: Translation) -> None:
+    layers, dim = t.values.get("--num-layers"), t.values.get("--hidden-size")
+    if not (layers and dim and t.values.get("--num-attention-heads")):
+        missing = "--num-layers, --hidden-size or --num-attention-heads"
+        t.lack("model", "", f"the file lacks {missing}: set model.path, or kind and preset")
+        t.recipe["model.path"] = "required"
+        t.sources["model.path"] = f"the file lacks {missing}"
+        for name in t.tables["model"]:
+            t.skip(name, "a field of the model, which is not complete in the file")
+        return
+    heads = t.values["--num-attention-heads"]
+    grouped, groups = t.take("--group-query-attention", False), t.take("--num-query-groups", heads)
+    t.set("model.num_kv_heads", groups if grouped else heads, "--num-query-groups")
+    width = t.take("--kv-channels")
+    if width and not t.values.get("--multi-latent-attention"):
+        t.set("model.head_dim", width, "--kv-channels")
+    gated = bool(t.take("--swiglu", False) or t.values.get("--quick-geglu", False))
+    ffn = t.take("--ffn-hidden-size")
+    default = int(dim * 4 * 2 / 3) // 64 * 64 if gated else 4 * dim
+    t.set("model.ffn_dim", ffn or default, "--ffn-hidden-size", note="" if ffn else f"from {dim}")
+    squared = t.take("--squared-relu", False)
+    activation = "relu2" if squared else "silu" if gated else "gelu"
+    t.set("model.activation", activation, "--swiglu")
+    t.set("model.gated", gated, "--swiglu")
+    bias = not t.take("--disable-bias-linear", False)
+    qkv = t.take("--add-qkv-bias", False)
+    for key, value in (("qkv_bias", bias or qkv), ("out_bias", bias), ("ffn_bias", bias)):
+        t.set(f"model.{key}", value, "--disable-bias-linear")
+    rms = t.take("--normalization", "LayerNorm") == "RMSNorm"
+    t.set("model.norm", "rms" if rms else "layer", "--normalization")
+    t.set("model.norm_bias", not rms, "--normalization")
+    if t.take("--apply-layernorm-1p", False):
+        t.set("model.norm_offset", True, "--apply-layernorm-1p")
+    qk_norm = t.take("--qk-layernorm", False)
+    t.set("model.qk_norm", "head" if qk_norm else "none", "--qk-layernorm")
+    name = "--untie-embeddings-and-output-weights"
+    t.set("model.tied_embeddings", not t.take(name, False), name)
+    _megatron_positions(t)
+    _megatron_vocabulary(t)
+    has_latent = _megatron_latent(t, width)
+    experts = _megatron_experts(t, ffn or default)
+    kind = "llama"
+    if has_latent:
+        kind = "deepseek_v3"
+    elif experts:
+        kind = "qwen3_moe" if qk_norm else "mixtral"
+    elif qk_norm:
+        kind = "qwen3"
+    elif not rms:
+        kind = "nemotron" if squared else "starcoder2"
+    t.recipe = {"model.kind": kind, "model.preset": "toy"} | t.recipe
+    t.sources |= {"model.kind": "the nearest family", "model.preset": "every size is set below"}
+    if "--window-size" in t.values:
+        window = str(t.take("--window-size")).strip("()[] ").replace(" ", ",").split(",")[0]
+        if window.lstrip("-").isdecimal() and int(window) >= 0:
+            t.set("model.sliding_window", int(window) + 1, "--window-size")
+            every = t.take("--window-attn-skip-freq", 0)
+            pattern = "L" * (every - 1) + "G" if isinstance(every, int) and every > 1 else "L"
+            t.set("model.layer_pattern", pattern, "--window-attn-skip-freq")
+    if t.take("--softmax-type", "vanilla") == "learnable":
+        t.set("model.attention_sinks", True, "--softmax-type")
+
+
+def _megatron_positions(t: Translation) -> None:
+    kind = t.values.get("--position-embedding-type", "learned_absolute")
+    if t.take("--use-rotary-position-embeddings", False):
+        kind = "rope"
+    if kind in ("none", "nope"):
+        t.set("model.rope_pattern", "N", "--position-embedding-type")
+    elif kind not in ("rope", "yarn"):
+        remedy = "positions are rotary in weft (model.rope_theta)"
+        t.lack("--position-embedding-type", kind, remedy)
+    if t.take("--use-rope-scaling", False):
+        t.set("model.rope_scaling", "llama3", "--use-rope-scaling")
+        t.set(
+            "model.rope_factor", float(t.take("--rope-scaling-factor", 8)), "--rope-scaling-factor"
+        )
+    elif factor := t.take("--rotary-seq-len-interpolation-factor"):
+        t.set("model.rope_scaling", "linear", "--rotary-seq-len-interpolation-factor")
+        t.set("model.rope_factor", float(factor), "--rotary-seq-len-interpolation-factor")
+    elif kind == "yarn" or t.values.get("--multi-latent-attention"):
+        factor = float(t.take("--rotary-scaling-factor", t.take("--yarn-rotary-scaling-factor", 1)))
+        if factor > 1:
+            remedy = (
+                "set model.rope_scaling = yarn, rope_factor, rope_original_context and "
+                "attention_scale as in the model's config.json"
+            )
+            t.lack("--rotary-scaling-factor", factor, remedy)
+        t.set("model.rope_scaling", "none", "--position-embedding-type")
+    else:
+        t.set("model.rope_scaling", "none", "--use-rope-scaling")
+    if "--seq-length" not in t.values and "--max-position-embeddings" in t.values:
+        t.set("train.seq_len", t.values["--max-position-embeddings"], "--max-position-embeddings")
+    longest = max(t.values.get("--max-position-embeddings", 1), t.values.get("--seq-length", 1))
+    t.set("model.max_seq_len", longest, "--max-position-embeddings")
+    t.take("--max-position-embeddings")
+    for name, key in (("--rotary-base", "rope_theta"), ("--rotary-percent", "rope_fraction")):
+        if name in t.values:
+            t.set(f"model.{key}", float(t.take(name)), name)
+
+
+def _megatron_vocabulary(t: Translation) -> None:
+    size = t.take("--vocab-size")
+    if not size:
+        size = MEGATRON_DEFAULT_VOCABULARY
+        t.notes.append(
+            f"The file does not name the size of the vocabulary, which its tokenizer has: set "
+            f"model.vocab_size ({size} is only a guess)."
+        )
+    t.set("model.vocab_size", size, "--vocab-size")
+
+
+def _megatron_latent(t: Translation, kv_channels: int | None) -> bool:
+    if not t.take("--multi-latent-attention", False):
+        return False
+    nope, rope = t.take("--qk-head-dim", 128), t.take("--qk-pos-emb-head-dim", 64)
+    t.set("model.head_dim", nope + rope, "--qk-head-dim", "--qk-pos-emb-head-dim")
+    t.set("model.rope_head_dim", rope, "--qk-pos-emb-head-dim")
+    t.set("model.value_head_dim", t.take("--v-head-dim", kv_channels or 128), "--v-head-dim")
+    t.set("model.kv_rank", t.take("--kv-lora-rank", 32), "--kv-lora-rank")
+    q_rank = t.take("--q-lora-rank", 0)
+    t.set("model.q_rank", q_rank if isinstance(q_rank, int) else 0, "--q-lora-rank")
+    t.set("model.qk_norm", "none", "--qk-layernorm", note="latent attention has its norms")
+    t.set("model.rope_interleaved", True, "--multi-latent-attention")
+    return True
+
+
+def _megatron_experts(t: Translation, ffn: int) -> int:
+    experts = int(t.values.get("--num-experts", 0))
+    if not experts:
+        for name in [n for n in t.values if n.startswith("--moe-")]:
+            t.skip(name, "there are no experts")
+        return 0
+    width = t.take("--moe-ffn-hidden-size", ffn)
+    t.set("model.expert_dim", width, "--moe-ffn-hidden-size")
+    t.values.setdefault("--moe-router-topk", 2)
+    shared = t.take("--moe-shared-expert-intermediate-size", 0)
+    t.set("model.shared_experts", shared // width, "--moe-shared-expert-intermediate-size")
+    score = t.take("--moe-router-score-function", "softmax")
+    t.set("model.score", score, "--moe-router-score-function")
+    before = t.take("--moe-router-pre-softmax", False)
+    t.set("model.renormalize", score == "sigmoid" or not before, "--moe-router-pre-softmax")
+    bias = t.take("--moe-router-enable-expert-bias", False)
+    rate = t.take("--moe-router-bias-update-rate", 1e-3)
+    t.set("model.balance_rate", rate if bias else 0.0, "--moe-router-enable-expert-bias")
+    groups, active = t.take("--moe-router-num-groups", 1), t.take("--moe-router-group-topk", 1)
+    if groups > 1:
+        t.set("model.expert_groups", groups, "--moe-router-num-groups")
+        t.set("model.active_groups", active, "--moe-router-group-topk")
+    kind = t.take("--moe-router-load-balancing-type", "aux_loss")
+    if kind == "none":
+        t.take("--moe-aux-loss-coeff")
+    elif kind in ("aux_loss", "global_aux_loss", "seq_aux_loss"):
+        scope = "sequence" if kind == "seq_aux_loss" else "global"
+        if t.values.get("--moe-aux-loss-coeff"):
+            name = "--moe-router-load-balancing-type"
+            t.set("model.router_aux_loss_scope", scope, name)
+    else:
+        t.lack(
+            "--moe-router-load-balancing-type",
+            kind,
+            "model.router_aux_loss_coef, or model.balance_rate",
+        )
+    frequency = str(t.take("--moe-layer-freq", 1)).replace(" ", "").strip("()")
+    if frequency.isdecimal():
+        t.set("model.expert_interval", int(frequency), "--moe-layer-freq")
+    elif frequency.startswith("[0]*") and "+[1]*" in frequency:
+        t.set("model.dense_layers", int(frequency[4:].partition("+")[0]), "--moe-layer-freq")
+    else:
+        t.lack("--moe-layer-freq", frequency, "model.dense_layers and model.expert_interval")
+    return experts
+
+
+def _megatron_data(t: Translation) -> None:
+    paths = t.take("--data-path")
+    if paths is not None:
+        words = [str(path) for path in (paths if isinstance(paths, list) else [paths])]
+        if len(words) == 1:
+            file = words[0] if Path(words[0]).exists() else f"{words[0]}.bin"
+            _set_path(t, "data.path", file, "--data-path", "file of tokens")
+        else:
+            weights = words[::2]
+            total = sum(float(w) for w in weights) or 1.0
+            pairs = zip(words[1::2], weights, strict=False)
+            mixture = {f"{name}.bin": round(float(w) / total, 6) for name, w in pairs}
+            t.set("data.mixture", mixture, "--data-path")
+    split = t.take("--split")
+    if split is not None:
+        text = " ".join(map(str, split)) if isinstance(split, list) else str(split)
+        shares = [float(part) for part in text.strip("'\"").replace("/", ",").split(",") if part]
+        fraction = shares[1] / (sum(shares) or 1.0) if len(shares) > 1 else 0.0
+        if 0 < fraction < 0.5:
+            t.set(
+                "data.validation_fraction",
+                round(fraction, 9),
+                "--split",
+                note="weft has no test set",
+            )
+        else:
+            t.lack("--split", text, "data.validation_fraction is above 0 and below 0.5")
+    tokenizer = t.take("--tokenizer-model")
+    if tokenizer is not None:
+        path = Path(str(tokenizer))
+        path = path if path.suffix == ".json" else path / "tokenizer.json"
+        _set_path(t, "data.tokenizer", str(path), "--tokenizer-model", "tokenizer.json")
+
+
+def _megatron_outputs(t: Translation) -> None:
+    for name, key in (("--exit-duration-in-mins", "resilience.time_limit"),):
+        if minutes := t.take(name):
+            t.set(key, 60.0 * minutes, name, note=f"{minutes} minutes")
+    iters, batch = t.take("--eval-iters"), t.recipe.get("train.global_batch_size")
+    batch = t.values.get("--global-batch-size", batch)
+    if iters and batch:
+        t.set("train.eval_sequences", iters * batch, "--eval-iters", note=f"{iters} x {batch}")
+    elif not iters:
+        t.take("--eval-interval")
+    first, last = t.take("--profile-step-start"), t.take("--profile-step-end")
+    if t.take("--profile", False):
+        first, last = int(first or 10), int(last or 12)
+        text = str(first) if last <= first else f"{max(1, first)}-{last}"
+        t.set("profile.steps", text, "--profile-step-start", "--profile-step-end")
+    used = ["tensorboard"] * bool(t.values.get("--tensorboard-dir"))
+    used += ["wandb"] * bool(t.values.get("--wandb-project"))
+    t.set("monitor.trackers", used, "--tensorboard-dir", "--wandb-project")
+
+
+# ----------------------------------------------------------------------- Hugging Face and axolotl
+
+OPTIMIZERS = {
+    "adamw_torch": "float32",
+    "adamw_torch_fused": "float32",
+    "adamw_hf": "float32",
+    "adamw_apex_fused": "float32",
+    "adamw": "float32",
+    "adamw_8bit": "8bit",
+    "adamw_bnb_8bit": "8bit",
+    "adamw_torch_8bit": "8bit",
+    "paged_adamw_8bit": "8bit",
+    "paged_adamw_32bit": "float32",
+    "paged_adamw": "float32",
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+
+
+def _trainer_optimizer(t: Translation, optimizer: str, schedule: str) -> None:
+    """Translate optimizer and schedule of the Trainer, which axolotl uses, too."""
+    name = str(t.take(optimizer, "") or "adamw_torch")
+    if name in OPTIMIZERS:
+        t.set("optim.name", "adamw", optimizer)
+        t.set("optim.state_dtype", OPTIMIZERS[name], optimizer)
+    elif name in ("muon", "dist_muon"):
+        t.set("optim.name", "muon", optimizer)
+    else:
+        t.lack(optimizer, name, "optim.name = adamw, muon, or module:function")
+    kind = str(t.take(schedule) or "linear").removeprefix("SchedulerType.").lower()
+    options = {n: t.take(n) for n in list(t.values) if n.startswith("lr_scheduler_kwargs")}
+    options = {n.rpartition(".")[2]: value for n, value in options.items()}
+    peak = t.values.get("learning_rate")
+    ratio = options.get("min_lr_rate", 0.0)
+    if options.get("min_lr") and peak:
+        ratio = float(options["min_lr"]) / float(peak)
+    ratio = t.take("cosine_min_lr_ratio", ratio) or ratio
+    if kind not in SCHEDULES:
+        t.lack(schedule, kind, "optim.schedule = linear, cosine, wsd, or module:function")
+    elif SCHEDULES[kind] == "constant":
+        t.set("optim.schedule", "wsd", schedule, note="with decay_fraction = 0: constant")
+        t.set("optim.decay_fraction", 0.0, schedule)
+    else:
+        t.set("optim.schedule", SCHEDULES[kind], schedule)
+    t.set("optim.min_lr_ratio", float(ratio), schedule)
+    steps = t.recipe.get("train.steps")
+    decay = options.get("num_decay_steps")
+    if decay and isinstance(steps, int):
+        t.set("optim.decay_fraction", min(1.0, round(decay / steps, 6)), schedule)
+    warmup, share = t.take("warmup_steps", 0) or 0, t.take("warmup_ratio", 0.0) or 0.0
+    if isinstance(warmup, float) and 0 < warmup < 1:
+        warmup, share = 0, warmup
+    if warmup or not share or kind == "constant":
+        t.set("optim.warmup_steps", 0 if kind == "constant" else int(warmup), "warmup_steps")
+    elif isinstance(steps, int):
+        t.set("optim.warmup_steps", round(share * steps), "warmup_ratio", note=f"{share} x {steps}")
+    else:
+        t.set(
+            "optim.warmup_steps", "auto", "warmup_ratio", note="a tenth of the steps, at most 100"
+        )
+        if share != 0.1:
+            remedy = "optim.warmup_steps is a number; weft train prints the number of steps"
+            t.lack("warmup_ratio", share, remedy)
+
+
+def _trainer_length(t: Translation, epochs: str) -> None:
+    steps, number = t.take("max_steps", -1), t.take(epochs, 0)
+    if isinstance(steps, int) and steps > 0:
+        t.set("train.steps", steps, "max_steps")
+    else:
+        t.set("train.epochs", float(number or 1), epochs)
+
+
+def _trainer_precision(t: Translation) -> None:
+    bf16, half = t.take("bf16", False), t.values.get("fp16", False)
+    if bf16 in (True, "auto", "true", "full") or half in (True, "auto", "true"):
+        dtype = "auto" if "auto" in (bf16, half) else "bfloat16"
+        t.set("precision.compute_dtype", dtype, "bf16")
+        if half and t.config.program == "axolotl" and not bf16:
+            t.lack("fp16", t.take("fp16"), "precision.compute_dtype is bfloat16 or float32")
+    else:
+        t.set("precision.compute_dtype", "float32", "bf16")
+    recompute = t.take("gradient_checkpointing", False)
+    mode = "full" if recompute not in (False, "", None) else "none"
+    t.set("activation_checkpoint.mode", mode, "gradient_checkpointing")
+    if recompute in ("offload", "offload_disk"):
+        t.set("activation_checkpoint.offload", True, "gradient_checkpointing")
+
+
+def _trainer_lora(t: Translation, has_adapter: bool) -> None:
+    four, eight = t.take("load_in_4bit", False), t.take("load_in_8bit", False)
+    if not has_adapter:
+        for name in [
+            n for n in t.values if n.startswith(("lora_", "use_dora", "use_rslora", "peft"))
+        ]:
+            t.skip(name, "there is no adapter")
+        return
+    if four or eight:
+        name = "load_in_4bit" if four else "load_in_8bit"
+        t.set("lora.quantize", "nf4" if four else "int8", name)
+    targets = t.take("lora_target_modules", "")
+    linear = t.take("lora_target_linear", False)
+    if targets in ("all-linear", "", []) or linear:
+        targets = [] if linear or targets == "all-linear" else targets or []
+        note = "all linear layers of the blocks"
+        t.set("lora.targets", targets, "lora_target_modules", note="" if targets else note)
+    else:
+        names = [targets] if isinstance(targets, str) else list(targets)
+        if any("(" in each or "|" in each for each in names):
+            t.lack(
+                "lora_target_modules", targets, "lora.targets are the ends of names, such as q_proj"
+            )
+        else:
+            t.set("lora.targets", names, "lora_target_modules")
+    t.values.setdefault("lora_r", 16 if t.config.program == "huggingface" else 8)
+    for name in ("lora_alpha",):
+        if t.values.get(name, "") == "":
+            t.take(name)
+            alpha = 32 if t.config.program == "huggingface" else 16
+            t.set("lora.alpha", alpha, name)
+
+
+def _trainer_batch(t: Translation, per_device: str, fallback: int) -> None:
+    """Set the global batch: per device x accumulation x data-parallel ranks."""
+    batch = int(t.take(per_device) or 1)
+    accumulate = int(t.take("gradient_accumulation_steps") or 1)
+    sizes = {
+        n: int(t.recipe.get(f"parallel.{n}") or 1) for n in ("dp_replicate", "dp_shard", "tp", "cp")
+    }
+    product = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"] * sizes["cp"]
+    is_named = any(f"parallel.{name}" in t.recipe for name in sizes)
+    known = product if is_named and "parallel.dp_shard" in t.recipe else None
+    ranks, is_known = _ranks(t, sizes["tp"] * sizes["cp"], known, fallback)
+    data_ranks = max(1, ranks // (sizes["tp"] * sizes["cp"]))
+    _set_cluster(t, ranks, is_known)
+    note = f"{batch} x {accumulate} x {data_ranks} data-parallel ranks"
+    names = f"{per_device} x gradient_accumulation_steps"
+    total = batch * accumulate * data_ranks
+    t.set("train.global_batch_size", total, per_device, "gradient_accumulation_steps", note=note)
+    t.set("train.microbatch_size", batch, per_device)
+    if not is_known:
+        _note_assumed_ranks(t, ranks, total, note, names)
+
+
+def _trainer_saves(t: Translation) -> None:
+    strategy = str(t.take("save_strategy", "steps") or "steps").lower().rpartition(".")[2]
+    every = t.take("save_steps")
+    if strategy == "no":
+        t.set("checkpoint.interval", 0, "save_strategy", note="weft saves the last step")
+    elif strategy == "epoch" or (every is None and t.config.program == "axolotl"):
+        per = t.take("saves_per_epoch")
+        value = per if per is not None else "epoch"
+        t.lack("saves_per_epoch", value, "checkpoint.interval is a number of steps (100)")
+    elif every:
+        _set_length(t, "checkpoint.interval", every, "save_steps")
+    strategy = str(t.take("eval_strategy", "no") or "no").lower().rpartition(".")[2]
+    every = t.take("eval_steps", t.values.get("logging_steps"))
+    per = t.take("evals_per_epoch")
+    if strategy == "steps" and every:
+        _set_length(t, "train.eval_interval", every, "eval_steps")
+    elif strategy == "epoch" or per:
+        value = per if per else "epoch"
+        t.lack("evals_per_epoch", value, "train.eval_interval is a number of steps (0: at the end)")
+    logs = t.take("logging_steps")
+    if logs:
+        _set_length(t, "monitor.log_interval", max(1, logs) if logs >= 1 else logs, "logging_steps")
+
+
+def _from_huggingface(t: Translation) -> None:
+    v = t.values
+    is_dpo = any(n in v for n in ("beta", "precompute_ref_log_probs", "ref_model_sync_steps"))
+    is_sft = any(n in v for n in ("max_length", "packing", "assistant_only_loss"))
+    if "model_name_or_path" not in v:
+        t.set("model.path", "required", note="a script names the model; set model.path")
+    dataset = t.take("dataset_name", "")
+    config, split = t.take("dataset_config", ""), t.take("dataset_train_split", "")
+    mixture = t.take("dataset_mixture.datasets", None) or t.take("datasets", None)
+    t.take("dataset_mixture.test_split_size")
+    if isinstance(mixture, list) and mixture:
+        paths = {}
+        for entry in [each for each in mixture if isinstance(each, dict)]:
+            name = str(entry.get("id") or entry.get("path") or "")
+            part = str(entry.get("split") or "")
+            part = "" if part == "train" else part
+            settings = str(entry.get("config") or entry.get("name") or "")
+            paths[_hub_data(name, settings, part)] = float(entry.get("weight") or 1.0)
+        if len(paths) == 1:
+            t.set("data.path", next(iter(paths)), "datasets")
+        else:
+            t.set("data.mixture", paths, "datasets")
+            t.notes.append(
+                "TRL takes a fraction of each data set and concatenates them. A weight of "
+                "data.mixture is a share of the sequences: change them to the sizes of the sets."
+            )
+    elif dataset:
+        split = "" if split == "train" else split
+        t.set("data.path", _hub_data(dataset, config, split), "dataset_name")
+    else:
+        t.notes.append("The file names no data, which a script loads: set data.path.")
+    if is_dpo:
+        t.set("data.format", "preferences", "beta")
+        t.set("train.objective", "dpo", "beta")
+        t.values.setdefault("beta", 0.1)
+    elif is_sft and "dataset_text_field" not in v:
+        t.set("data.format", "chat", "max_length", note="text for plain documents")
+    elif v.get("packing"):
+        wrapped = v.get("packing_strategy") == "wrapped"
+        t.set("data.packing", "windows" if wrapped else "best_fit", "packing_strategy")
+    if is_dpo or is_sft:
+        t.values.setdefault("max_length", 1024)
+        if not v.get("max_length"):
+            t.take("max_length")
+        if "truncation_mode" not in v:
+            t.set("data.overlong", "truncate", note="TRL cuts sequences at max_length")
+    else:
+        t.notes.append("TrainingArguments have no sequence length: set train.seq_len.")
+    if is_sft and not is_dpo and not v.get("packing"):
+        t.notes.append(
+            "Without packing, TRL counts conversations. A sequence of weft is packed with several; "
+            "train.global_batch_size counts sequences. Divide it by the conversations that fit "
+            "into train.seq_len to keep the batch."
+        )
+    for name, key in (("dp_replicate_size", "dp_replicate"), ("dp_shard_size", "dp_shard")):
+        if (value := t.take(f"parallelism_config.{name}")) is not None:
+            t.set(f"parallel.{key}", value, f"parallelism_config.{name}")
+    for name in ("tp", "cp"):
+        if (value := t.take(f"parallelism_config.{name}_size")) is not None:
+            t.set(f"parallel.{name}", value, f"parallelism_config.{name}_size")
+    _trainer_length(t, "num_train_epochs")
+    _trainer_batch(t, "per_device_train_batch_size", 1)
+    _trainer_optimizer(t, "optim", "lr_scheduler_type")
+    _trainer_precision(t)
+    _trainer_saves(t)
+    _trainer_lora(t, bool(t.take("use_peft", "lora_r" in v)))
+    used = t.take("report_to", "")
+    names = [used] if isinstance(used, str) else list(used)
+    if "all" in names:
+        names = ["tensorboard", "wandb"]
+    t.set(
+        "monitor.trackers",
+        [n for n in names if n in ("tensorboard", "wandb", "mlflow")],
+        "report_to",
+    )
+
+
+def _from_axolotl(t: Translation) -> None:
+    v = t.values
+    adapter = t.take("adapter", "")
+    if adapter not in ("", "lora", "qlora", "none"):
+        t.lack("adapter", adapter, "lora and qlora")
+    _axolotl_data(t)
+    for name, key in (("dp_shard_size", "dp_shard"), ("dp_replicate_size", "dp_replicate"),
+                      ("tensor_parallel_size", "tp"), ("context_parallel_size", "cp"),
+                      ("expert_parallel_size", "ep")):  # fmt: skip
+        value = t.take(name)
+        if isinstance(value, int) and value > 0:
+            t.set(f"parallel.{key}", value, name)
+    _trainer_length(t, "num_epochs")
+    many = bool(v.get("deepspeed") or any(n.startswith("fsdp") for n in v))
+    _axolotl_batch(t)
+    _trainer_batch(t, "micro_batch_size", DEVICES_PER_NODE if many else 1)
+    _trainer_optimizer(t, "optimizer", "lr_scheduler")
+    _trainer_precision(t)
+    _trainer_saves(t)
+    t.values.setdefault(
+        "lora_target_linear", adapter == "qlora" and not v.get("lora_target_modules")
+    )
+    if adapter == "qlora":
+        t.values["load_in_4bit"] = True
+    _trainer_lora(t, adapter in ("lora", "qlora"))
+    if t.take("fp8", False):
+        t.set("precision.float8", "tensorwise", "fp8")
+    used = ["wandb"] * bool(v.get("wandb_project") or v.get("use_wandb"))
+    used += ["mlflow"] * bool(v.get("use_mlflow")) + ["tensorboard"] * bool(
+        v.get("use_tensorboard")
+    )
+    t.set("monitor.trackers", used, "wandb_project")
+    fraction = t.values.get("val_set_size")
+    if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 0.5):
+        remedy = "data.validation_fraction is above 0 and below 0.5 (0.05)"
+        t.lack("val_set_size", t.take("val_set_size"), remedy)
+    for name in ("train_on_inputs",):
+        if t.values.get(name):
+            t.lack(name, t.take(name), "weft trains on the assistant's turns; data.format = text")
+    for name in [
+        n
+        for n in ("lora_model_dir", "dataset_prepared_path", "chat_template_jinja")
+        if not t.values.get(n)
+    ]:
+        t.take(name)
+    if str(t.values.get("dataset_prepared_path", "")):
+        t.skip("dataset_prepared_path", "prepared data are in data.cache_dir")
+    plugins = t.values.get("plugins") or []
+    foreign = [
+        p
+        for p in plugins
+        if not any(k in str(p) for k in ("liger", "cut_cross_entropy", "kernels"))
+    ]
+    if foreign:
+        t.lack("plugins", t.take("plugins"), "a function of your own: docs/reference/extending.md")
+
+
+def _axolotl_batch(t: Translation) -> None:
+    total = t.take("batch_size")
+    micro = t.values.get("micro_batch_size") or 1
+    if total and t.values.get("gradient_accumulation_steps", "") in ("", 1, None):
+        t.values["gradient_accumulation_steps"] = max(1, total // micro)
+
+
+def _axolotl_data(t: Translation) -> None:
+    rl = t.take("rl", "")
+    datasets = t.take("datasets", "") or []
+    texts = t.take("pretraining_dataset", "") or []
+    if isinstance(texts, str):
+        texts = [{"path": texts}]
+    kind = ""
+    entries = [d for d in [*datasets, *texts] if isinstance(d, dict)]
+    paths = []
+    for entry in entries:
+        path, files = str(entry.get("path", "")), entry.get("data_files")
+        if files and not path.count("/"):  # path: json, data_files: the file
+            path = files if isinstance(files, str) else files[0]
+        split = entry.get("split") or ""
+        if "[" in str(split):
+            t.lack("datasets.split", split, "cut the data first")
+            split = ""
+        split = "" if split == "train" else split
+        paths.append(_hub_data(path, entry.get("name") or "", split))
+        kind = kind or str(entry.get("type") or "")
+        if field := entry.get("field") or entry.get("text_column"):
+            t.set("data.text_field", field, "datasets.field")
+    if rl == "dpo":
+        t.set("data.format", "preferences", "rl")
+        t.set("train.objective", "dpo", "rl")
+    elif rl:
+        t.lack("rl", rl, "train.objective: next_token, dpo, or module:function")
+    elif texts or kind.startswith(("completion", "pretrain")):
+        t.set("data.format", "text", "datasets.type")
+        t.set(
+            "data.packing",
+            "best_fit" if t.values.get("sample_packing") else "documents",
+            "sample_packing",
+        )
+    else:
+        t.set("data.format", "chat", "datasets.type")
+    if len(set(paths)) > 1:
+        mixture = dict.fromkeys(dict.fromkeys(paths), 1.0)
+        t.set("data.mixture", mixture, "datasets")
+        t.notes.append(
+            "axolotl concatenates its data sets. A weight of data.mixture is a share of the "
+            "sequences: change them to the sizes of the sets."
+        )
+    elif paths:
+        t.set("data.path", paths[0], "datasets")
+    else:
+        t.notes.append("The file names no data: set data.path.")
+    if (
+        rl != "dpo"
+        and kind
+        and not kind.startswith(("chat_template", "alpaca", "completion", "pretrain"))
+    ):
+        t.notes.append(
+            f"datasets.type is {kind}. weft reads messages, prompt and response, or instruction "
+            "and output: see docs/fine-tuning.md."
+        )
+    t.set("data.overlong", "skip", note="axolotl drops longer samples")
+
+
+# ----------------------------------------------------------------------- config.json
+
+
+def _from_model(t: Translation) -> None:
+    """Translate the ``config.json`` of a model to section ``model``."""
+    from weft.models import FAMILIES
+    from weft.models.hf_mapping import detect_family, from_hf_config
+
+    kind, errors = detect_family(t.config.values, FAMILIES)
+    if kind is not None:
+        config, errors = from_hf_config(FAMILIES[kind], t.config.values)
+    if kind is None or errors:
+        raise InvalidConfig(errors)
+    t.values.clear()
+    preset = next(iter(FAMILIES[kind].presets))
+    t.set("model.kind", kind, "model_type")
+    t.set("model.preset", preset, note="every size is set below")
+    given = FAMILIES[kind].presets[preset].model_dump(mode="json")
+    for name, value in config.model_dump(mode="json").items():
+        if value != given[name]:
+            t.set(f"model.{name}", value, "config.json")
+    t.notes.append("A config.json has no training keys; set data.path, train.steps and optim.lr.")
+
+
+PROGRAMS: dict[str, Callable[[Translation], None]] = {
+    "torchtitan": _from_torchtitan,
+    "megatron": _from_megatron,
+    "huggingface": _from_huggingface,
+    "axolotl": _from_axolotl,
+    "model": _from_model,
+}
+
+
+# ----------------------------------------------------------------------- output
+
+
+def write_recipe(t: Translation, name: str) -> str:
+    """Return the recipe as TOML; comments say what was ignored and what weft lacks."""
+    lines = [f"# Translated by weft recipe from {name} ({t.config.title}).", "#"]
+    for title, entries in (
+        ("Check these points", [*t.notes]),
+        ("Not translated", [f"{k}: {v}" for k, v in t.unsupported.items()]),
+        ("Ignored", [f"{k}: {v}" for k, v in t.ignored.items()]),
+    ):
+        if entries:
+            lines += [f"# {title}:", *(f"#   {_one_line(entry)}" for entry in entries), "#"]
+    lines.pop()
+    for section in SECTIONS:
+        keys = [key for key in t.recipe if key.partition(".")[0] == section]
+        if keys:
+            lines += ["", f"[{section}]"]
+        # A table inside a section must come last.
+        for key in sorted(keys, key=lambda key: isinstance(t.recipe[key], dict)):
+            last, value = key.partition(".")[2], t.recipe[key]
+            if isinstance(value, dict):
+                inner = ", ".join(f"{_toml({k: v})}" for k, v in value.items())
+                text = f"{last} = {{ {inner} }}"
+            else:
+                text = _toml({last: value})
+            lines.append(f"{text} # {t.sources.get(key, '')}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(entry: Json) -> str:
+    """Return an entry in one line."""
+    (name, value), *_ = entry.items()
+    key = tomli_w.dumps({name: 0}).rpartition(" = ")[0]
+    items = value if isinstance(value, list | tuple) else [value]
+    texts = [tomli_w.dumps({"x": item}).strip().partition(" = ")[2] for item in items]
+    is_list = isinstance(value, list | tuple)
+    return f"{key} = [{', '.join(texts)}]" if is_list else f"{key} = {texts[0]}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def summarize(t: Translation) -> Iterator[str]:
+    """Yield lines for the terminal: the counts, and everything that needs attention."""
+    counts = f"{len(t.recipe)} keys set, {len(t.ignored)} names ignored"
+    yield f"{t.config.title}: {counts}, {len(t.unsupported)} not translated"
+    for entry in t.notes:
+        yield f"  check: {_one_line(entry)}"
+    for name, remedy in t.unsupported.items():
+        yield f"  not translated: {_one_line(name)}: {_one_line(remedy)}"
+
+
+def parse_cluster_size(text: str) -> tuple[int, int, str]:
+    """Return nodes, devices per node and device of NODESxDEVICESxNAME.
+
+    Raises:
+        InvalidConfig: the text has another form, or names an unknown device.
+    """
+    from weft.plan.devices import parse_cluster
+
+    parse_cluster(text, "--cluster")
+    parts = text.split("x", 2)
+    if len(parts) == 2 or not parts[1].isdecimal():
+        parts = ["1", parts[0], text.partition("x")[2]]
+    if not (parts[0].isdecimal() and parts[1].isdecimal()):
+        rule = "must be NODESxDEVICESxNAME, such as 8x8xH100"
+        raise InvalidConfig([ConfigError("--cluster", text or MISSING, rule)])
+    return int(parts[0]), int(parts[1]), parts[2]
