@@ -12,7 +12,10 @@ from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
+from weft.monitor.run_reader import RunReader
 from weft.plan.model_config import resolve_model
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve
 from weft.train.loop import train
 
 LOCAL = """
@@ -101,6 +104,30 @@ def test_user_family_trains_the_same_on_two_ranks(
     first, *lines = (two / "lines.txt").read_text().splitlines()
     assert first == "from 0 of 12"
     assert [float(line.split()[1]) for line in lines] == losses(two)
+
+
+def test_user_schedule_is_the_learning_rate(recipe: Path, store_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(
+        "def steps(done, optim):\n    return 1.0 if done < 0.5 else 0.1\n"
+    )
+    text = recipe.read_text().replace('"mine:constant"', '"steps:steps"')
+    recipe.write_text(text.replace("lr = 5.0", "lr = 3e-4\nmin_lr_ratio = 0.05"))
+    run_ranks(train_mine, 1, str(recipe), str(tmp_path / "run"), str(store_path))
+    rates = RunReader(tmp_path / "run").column("lr")
+    assert rates == pytest.approx([3e-4] * 5 + [3e-5] * 7, rel=1e-6)
+
+
+def test_plan_names_keys_that_act_on_user_components(recipe: Path) -> None:
+    def warnings(*overrides: tuple[str, str]) -> str:
+        job, _, errors = read_job(str(recipe), list(overrides))
+        assert errors == []
+        return "\n".join(resolve(job, Machine("cpu", 2, world_size=1)).warnings)
+
+    text = warnings(("optim.warmup_steps", "3"))
+    assert "only after 3 steps of linear warm-up" in text
+    assert "weight_decay=0.1 in its parameter groups and gradients clipped" in text
+    text = warnings(("optim.weight_decay", "0"), ("optim.max_grad_norm", "0"))
+    assert "mine:" not in text
 
 
 def test_user_family_mistakes_are_reported_like_those_of_weft(recipe: Path) -> None:

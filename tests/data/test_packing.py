@@ -283,16 +283,17 @@ def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_dir: Path) 
     tokens = stream.read_windows(np.array([0]), len(stream))[0]
     batch = full_batch(mixture)
     targets = batch.targets_BT[batch.targets_BT != IGNORE_INDEX]
-    # Every token except the first of each document is a target once.
+    # Every token except the first is a target once: the separator before it starts a document.
     ends = np.flatnonzero(tokens == store.manifest.separator)
-    rest = np.delete(tokens, np.concatenate(([0], ends[:-1] + 1)))
-    assert np.array_equal(np.sort(targets.numpy()), np.sort(rest))
+    assert np.array_equal(np.sort(targets.numpy()), np.sort(tokens[1:]))
     assert len(ends) == store.manifest.train.documents
-    longest = max(np.diff(ends, prepend=-1)) - 1
+    longest = max(np.diff(ends, prepend=-1))
     full = full_batch(build_mixture(text, "train", int(longest), chosen, 0))
     assert full.documents_BT is not None
     result = documents(full)
     assert len(result) == len(ends)
+    starts = [store.manifest.separator, tokens[0]]
+    assert {inputs[0] for inputs, _ in result} <= set(starts)
     assert "full" in describe_packing(store, 512, chosen, 0)
 
 

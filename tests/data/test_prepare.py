@@ -244,7 +244,9 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
     assert output.startswith("data.cache_dir=")
     assert "File too large" in output
     [directory] = (tmp_path / "cache" / "stores").iterdir()
-    assert {f.name for f in directory.iterdir()} == {"lock", "tokenizer.json"}
+    assert {f.name for f in directory.iterdir()} == {
+        *("lock", "tokenizer.json", "document_tokens.json")
+    }
 
 
 def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:

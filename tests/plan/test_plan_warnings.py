@@ -57,6 +57,7 @@ CASES = [
     ("run.rendezvous=a:1", "", 1, "run.nodes=1:1", 1),
     ("data.text_field=content", "data.format=chat", 1, "", 1),
     ("data.packing=documents", "data.format=chat", 1, "", 1),
+    ("data.start_token=false", "data.format=chat", 1, "", 1),
     ("data.overlong=skip", "", 1, "data.format=chat", 1),
     ("data.chat_template=x.jinja", "", 1, "data.format=chat", 1),
     ("data.vocab_size=600", "data.tokenizer=tokenizer.json", 1, "", 1),

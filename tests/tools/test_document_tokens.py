@@ -200,7 +200,7 @@ def test_generate_run_of_text_starts_documents_as_in_training(
     )
     for name, changed in (("own", tokenizer), ("other", other)):
         changed.save(str(run / "tokenizer.json"))
-        (run / RECORD_FILE).write_text(format_record(0, True))
+        (run / RECORD_FILE).write_text(format_record(0, [0]))
         ids = generate_tokens(run, PROMPTS)
         plain = [tokenizer.encode(p, add_special_tokens=False).ids for p in PROMPTS]
         assert [row[: len(p) + 1] for row, p in zip(ids, plain, strict=True)] == [
@@ -210,8 +210,8 @@ def test_generate_run_of_text_starts_documents_as_in_training(
         assert written_by_theirs(tmp_path / name, PROMPTS) == ids
     same = (tmp_path / "own" / "tokenizer.json").read_bytes()
     assert same == (store_path / "tokenizer.json").read_bytes() or b'"start"' in same
-    # A run of conversations has no token before a text.
-    (run / RECORD_FILE).write_text(format_record(0, False))
+    # A run whose documents began with no token.
+    (run / RECORD_FILE).write_text(format_record(0, []))
     tree = json.loads(tokenizer.to_str()) | {"post_processor": None}
     (run / "tokenizer.json").write_text(json.dumps(tree))
     assert generate_tokens(run, ["x"])[0][0] != 0

@@ -53,10 +53,11 @@ def write_run_files(
         replace_text(path, to_toml(stored, recipe, stored_base, earlier))
         tokenizer = (dataset.path / "tokenizer.json").read_bytes()
         replace_bytes(run_dir / "tokenizer.json", tokenizer)
-        has_text = any(source.store.manifest.kind == "text" for source in dataset.sources)
-        # Otherwise the imported model's own tokenizer decides.
-        starts = has_text and not (run_dir / IMPORTED_DIR).is_dir()
-        replace_text(run_dir / RECORD_FILE, format_record(dataset.separator, starts))
+        start = dataset.start_tokens
+        is_imported = (run_dir / IMPORTED_DIR).is_dir()
+        if start == [] and not is_imported and not job.data.keeps_documents:
+            start = [dataset.separator]  # all that the model has seen before a document
+        replace_text(run_dir / RECORD_FILE, format_record(dataset.separator, start))
         for source in dataset.sources:
             for name in (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
                 if (file := source.store.path / name).is_file():

@@ -370,6 +370,9 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         console.print(f"warning: the tokenizer uses {fraction}; {rest}")
     samples = build_mixture(dataset, "train", plan.seq_len, job.data, plan.seed)
     usage = count_epochs(plan, dataset, samples)
+    for source in dataset.sources:
+        for note in source.store.manifest.notes:
+            console.print(f"warning: {Path(source.store.manifest.source).name}: {note}")
     for source, (name, count, epochs) in zip(dataset.sources, usage, strict=True):
         manifest = source.store.manifest
         line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "

@@ -171,6 +171,11 @@ class DataSection(Section):
         "train.objective=dpo",
     )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
+    start_token: Auto | bool = key(
+        "auto",
+        "start token before each document of text, such as <s>. auto: as the tokenizer adds it; "
+        "true: always, the one that the tokenizer's files name; false: never",
+    )
     chat_template: Text = key(
         "auto",
         "Jinja file that formats a conversation; auto: chat_template.jinja or "
@@ -375,7 +380,8 @@ class OptimSection(Section):
         0.2, "wsd: fraction of the steps after warmup in which the learning rate decays"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.1, "final learning rate, as a fraction of the peak"
+        0.1,
+        "final learning rate, as a fraction of the peak; a schedule module:function decides itself",
     )
     groups: tuple[OptimGroup, ...] = key(
         (), "parameters with other options, as tables [[optim.groups]]; the first match applies"

@@ -37,6 +37,7 @@ from tokenizers import Tokenizer, processors
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import DataSection
+from weft.data.document_tokens import load_document_tokens
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import load_tokenizer
 
@@ -530,6 +531,15 @@ class ChatEncoder:
         added = self.tokenizer.get_added_tokens_decoder()
         last_token = encoded.tokens[encoded.loss_mask][-1:].tolist()
         return {token for token in last_token if token in added and added[token].special}
+
+    def find_stop_tokens(self, path: str) -> frozenset[int]:
+        """Return the tokens at which generation of an answer stops.
+
+        They are those that the files beside the tokenizer at ``path`` name, and the one of the
+        template.  Training, generation and the exported model all use this rule.
+        """
+        files = load_document_tokens(self.tokenizer, path).end_tokens
+        return files | self.find_end_tokens()
 
     def encode(self, rendered: Sequence[tuple[str, list[range]]]) -> list[EncodedConversation]:
         """Encode rendered conversations, on all cores."""

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ from weft.data.token_store import (
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
 UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split
-LAYOUT_VERSION = 3  # of a store's files, and of how lines are read; part of its cache key
+LAYOUT_VERSION = 4  # of a store's files, and of how lines are read; part of its cache key
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class ConversationCorpus(Corpus):
             self.chat.hash,
             template,
             find_separator(self.chat.tokenizer, self.section.tokenizer),
+            sorted(self._find_end_tokens()),
         ]
         names = [_fragment_name(fragment) for fragment in self.fragments]
         return [settings, [names, xxh3_128_hexdigest(self.hashes.data)]]
@@ -92,6 +94,7 @@ class ConversationCorpus(Corpus):
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Render and tokenize every line; reject those that give no trained token."""
         frequency = np.zeros(encoder.vocab_size, np.int64)
+        endings = _Endings(self._find_end_tokens())
         invalid_lines = _InvalidLines(self.section.path, *["not renderable as tokens"] * 2)
         with ExitStack() as stack:
             train, validation = (
@@ -101,6 +104,7 @@ class ConversationCorpus(Corpus):
                 is_validation = line.hash <= self.validation_threshold
                 split = validation if is_validation else train
                 split.append(line, text, tokens, loss_mask)
+                endings.add(tokens, loss_mask)
                 if not is_validation:
                     trained = tokens[1:][loss_mask[1:]]
                     frequency += np.bincount(trained, minlength=len(frequency))
@@ -113,7 +117,18 @@ class ConversationCorpus(Corpus):
             write_durably(directory / TOKENIZER_CONFIG_FILE, special.encode())
             names = [_fragment_name(fragment) for fragment in self.fragments]
             entropy = entropy_nats(frequency)
-            return BuiltSplits(train.finish(), validation.finish(), encoder.dtype, entropy, names)
+            return BuiltSplits(
+                train.finish(),
+                validation.finish(),
+                encoder.dtype,
+                entropy,
+                names,
+                notes=endings.notes(self.chat),
+            )
+
+    def _find_end_tokens(self) -> frozenset[int]:
+        """Return the tokens at which generation stops; see `weft.data.chat`."""
+        return self.chat.find_stop_tokens(self.section.tokenizer)
 
     def _encode_lines(
         self, invalid_lines: _InvalidLines, report: Report
@@ -160,6 +175,51 @@ class ConversationCorpus(Corpus):
                 yield _RenderedLine(index, number, digest, texts)
         if next(hashes, -1) >= 0:
             raise changed_error(self.fragments[-1].file)
+
+
+class _Endings:
+    """Count trained answers without an end token: their model does not stop."""
+
+    NUM_SHOWN = 4  # tokens
+
+    def __init__(self, end_tokens: frozenset[int]) -> None:
+        self.end_tokens = np.array(sorted(end_tokens), np.int64)
+        self.num_answers = self.num_endless = 0
+        self.example: list[int] = []
+
+    def add(self, tokens: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> None:
+        """Count the trained answers of a conversation, and those without an end token.
+
+        A template may write a newline after the end token, and mark it as trained.
+        """
+        [lasts] = np.nonzero(loss_mask & ~np.append(loss_mask[1:], False))
+        is_end = np.isin(tokens, self.end_tokens) & loss_mask
+        has_end = is_end[lasts]
+        for back in (1, 2):
+            earlier = np.maximum(lasts - back, 0)
+            has_end |= is_end[earlier] & loss_mask[np.minimum(earlier + 1, lasts)]
+        self.num_answers += len(lasts)
+        self.num_endless += int((~has_end).sum())
+        if not self.example and not has_end.all():
+            last = int(lasts[~has_end][0]) + 1
+            begin = max(0, last - self.NUM_SHOWN)
+            self.example = tokens[begin:last][loss_mask[begin:last]].tolist()
+
+    def notes(self, chat: ChatEncoder) -> list[str]:
+        """Return a sentence if answers have no end token, and what to do."""
+        if not self.num_endless:
+            return []
+        decode = partial(chat.tokenizer.decode, skip_special_tokens=False)
+        ending = json.dumps(decode(self.example), ensure_ascii=False)
+        stops = " or ".join(json.dumps(decode([t])) for t in self.end_tokens.tolist()[:4])
+        return [
+            f"{self.num_endless:,} of {self.num_answers:,} trained answers do not end in a token "
+            f"at which generation stops ({stops}), but in {ending}; so the model does not learn "
+            f"to stop. Use a template that ends answers with such a token inside "
+            "{% generation %} ... {% endgeneration %} (data.chat_template, now "
+            f"{chat.template.path}), or name the special token that ends them as eos_token_id in "
+            "generation_config.json beside the tokenizer"
+        ]
 
 
 class _RenderedLine(NamedTuple):

@@ -48,6 +48,12 @@ class Dataset:
         return self.sources[0].store.manifest.separator
 
     @property
+    def start_tokens(self) -> list[int] | None:
+        """Return the tokens that begin a document of text; None without text."""
+        manifests = [source.store.manifest for source in self.sources]
+        return next((each.start_tokens for each in manifests if each.kind == "text"), None)
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens in the vocabulary, which all sources share."""
         return self.sources[0].store.manifest.vocab_size

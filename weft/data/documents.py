@@ -396,6 +396,6 @@ def _read_row_group(
             raise changed_error(task.fragment.file)
         for first, end in split_chunks(data):
             text = data[first:end].decode()
-            yield TextChunk(text, end - first, end == len(data), split_index)
+            yield TextChunk(text, end - first, end == len(data), split_index, first == 0)
     if actual != group:
         raise changed_error(task.fragment.file)

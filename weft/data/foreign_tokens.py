@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
+from weft.data.document_tokens import find_named_start, format_tokens
 from weft.data.prepared_cache import Report, collect_errors, progress_counter, raise_errors
 from weft.data.source import File, path_error
 from weft.data.token_shards import (
@@ -52,6 +53,7 @@ from weft.data.token_store import (
 from weft.data.workers import Advance
 
 CHUNK_TOKENS = 16 << 20  # per read
+START_TOKENS = 1 << 20  # of each file, in which weft looks for start tokens
 
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = dict(
@@ -126,7 +128,14 @@ class TokenCorpus(Corpus):
             _build_split(directory, name, spans, dtype, encoder, advance)
             for name, spans in zip(SPLITS, (train, validation), strict=True)
         ]
-        return BuiltSplits(splits[0], splits[1], dtype or encoder.dtype)
+        start, note = _check_start_tokens(train, encoder, self.section)
+        return BuiltSplits(
+            splits[0],
+            splits[1],
+            dtype or encoder.dtype,
+            start_tokens=start,
+            notes=[note] if note else [],
+        )
 
 
 def _build_split(
@@ -172,6 +181,38 @@ def _external_shard(span: Span, dtype: Dtype) -> Shard:
     count, begin = span.end - span.begin, span.source.begin + span.begin * width
     shard = Shard(str(Path(span.source.file.path).absolute()), count, count * width, "", begin)
     return replace(shard, xxh3=hash_tokens(map_shard(Path("/"), dtype, shard)))
+
+
+def _check_start_tokens(
+    spans: Sequence[Span], encoder: Encoder, section: DataSection
+) -> tuple[tuple[int, ...], str]:
+    """Return the start tokens of documents, and how they differ from the tokenizer's.
+
+    Other software has written them, so weft only looks at the beginning of each file.
+    """
+    named = encoder.prefix or find_named_start(encoder.tokenizer, encoder.file)
+    if named[:1] in ((), (encoder.separator,)):
+        return encoder.affixes.start, ""
+    num_documents = num_started = 0
+    for span in spans:
+        beginning = replace(span, end=min(span.end, span.begin + START_TOKENS))
+        for _, tokens in read_chunks(beginning, encoder.separator):
+            starts = np.append(0, np.flatnonzero(tokens[:-1] == encoder.separator) + 1)
+            num_documents += len(starts)
+            num_started += int((tokens[starts] == named[0]).sum())
+    has_start = 2 * num_started > num_documents
+    if has_start == bool(encoder.prefix):
+        return encoder.affixes.start, ""
+    verb = "begin" if has_start else "do not begin"
+    name = format_tokens(encoder.tokenizer, named)
+    rule = "the tokenizer"
+    if section.start_token != "auto":
+        rule = f"data.start_token={str(section.start_token).lower()}"
+    note = (
+        f"the documents {verb} with {name}, unlike those of {rule}; weft trains tokens of other "
+        "software as they are: prepare them from text to change that"
+    )
+    return (named if has_start else ()), note
 
 
 # --------------------------------------------------------------------------- headers

@@ -60,6 +60,10 @@ def summarize_dataset(dataset: Dataset) -> list[str]:
     lines = format_columns(rows[0], rows[1:], left=range(num_text_columns))
     for source in dataset.sources:
         lines += _report_skipped(source)
+        lines += [
+            f"{Path(source.store.manifest.source).name}: {note}"
+            for note in source.store.manifest.notes
+        ]
     if dataset.shares:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in dataset.shares.items())
         lines.append(f"training mixture: {shares}")

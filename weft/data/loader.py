@@ -173,10 +173,10 @@ class Batch(NamedTuple):
 
     ``targets_BT`` is the next token, or IGNORE_INDEX.  ``documents_BT`` numbers the documents of
     each sequence from 0, ``positions_BT`` counts from 0 inside each; a separator belongs to the
-    document that it ends.  Both are None with ``packing="windows"``.  ``sources_B``, the source of
-    each sequence, is None without a mixture.  `Pairs` set ``references_BP2``, float32, and
-    `with_later` sets ``later_BTK``.  ``token_ids_BT`` numbers the tokens of a run from 0: see
-    `Loader`.
+    document that it ends, or to the next one if documents begin with it.  Both are None with
+    ``packing="windows"``.  ``sources_B``, the source of each sequence, is None without a mixture.
+    `Pairs` set ``references_BP2``, float32, and `with_later` sets ``later_BTK``.
+    ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.
     """
 
     tokens_BT: torch.Tensor
@@ -229,12 +229,14 @@ class TokenChunks:
         seq_len: tokens per sample, T.
         packing: ``documents`` keeps attention (by ``documents_BT``) and loss inside a document.
         separator: id of the token that ends a document.
+        starts_at_separator: a document begins with the separator that ends the one before it.
     """
 
     stream: TokenStream
     seq_len: int
     packing: Packing
     separator: int
+    starts_at_separator: bool = False
 
     def __len__(self) -> int:
         return max(1, (len(self.stream) - 1) // self.seq_len)
@@ -245,7 +247,7 @@ class TokenChunks:
         windows = self.stream.read_windows(indices * self.seq_len, length)
         if missing := self.seq_len + 1 - length:
             windows = np.pad(windows, ((0, 0), (0, missing)), constant_values=self.separator)
-        batch = _make_batch(windows, self.packing, self.separator)
+        batch = _make_batch(windows, self.packing, self.separator, self.starts_at_separator)
         if missing:
             batch.targets_BT[:, -missing:] = IGNORE_INDEX
         return batch
@@ -389,7 +391,8 @@ def _build_samples(
     stream, separator = store.tokens(split), store.manifest.separator
     if store.manifest.kind == "text" and section.packing != "best_fit":
         packing: Packing = "documents" if section.keeps_documents else "windows"
-        return TokenChunks(stream, seq_len, packing, separator)
+        begins = store.manifest.starts_at_separator
+        return TokenChunks(stream, seq_len, packing, separator, begins)
     sequences = pack_split(store, split, seq_len, section, seed)
     packed = PackedDocuments(stream, store.loss_mask(split), sequences, seq_len, separator)
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
@@ -590,16 +593,21 @@ def evaluation_batches(
         yield batch
 
 
-def _make_batch(windows: Ints, packing: Packing, separator: int) -> Batch:
+def _make_batch(
+    windows: Ints, packing: Packing, separator: int, starts_at_separator: bool = False
+) -> Batch:
     """Split windows of T + 1 tokens into inputs and targets."""
     tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
     if packing == "windows":
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), None, None)
     ends = np.flatnonzero(tokens == separator)
-    targets.reshape(-1)[ends] = IGNORE_INDEX  # the target would begin another document
+    starts = ends
+    if not starts_at_separator:
+        targets.reshape(-1)[ends] = IGNORE_INDEX  # the target would begin another document
+        starts = ends[ends < tokens.size - 1] + 1
     # Vectorized over documents, which are fewer than tokens.
     length = tokens.shape[1]
-    starts = np.union1d(np.arange(0, tokens.size, length), ends[ends < tokens.size - 1] + 1)
+    starts = np.union1d(np.arange(0, tokens.size, length), starts)
     sizes = np.diff(starts, append=tokens.size)
     numbers = np.arange(len(starts)) - np.searchsorted(starts, starts // length * length)
     documents = np.repeat(numbers, sizes).reshape(tokens.shape)

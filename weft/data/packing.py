@@ -131,12 +131,15 @@ def _chunk_documents(store: Store, split: SplitName, seq_len: int) -> tuple[Ints
     """Split text at separators, and long documents into chunks of ``seq_len`` tokens.
 
     Tokens after the last separator are a document, too: llm.c puts separators before documents.
+    Documents may begin with the separator before them: see `Manifest.starts_at_separator`.
     """
     stream = store.tokens(split)
     ends = stream.find_token(store.manifest.separator) + 1
     if len(stream) > (ends[-1] if len(ends) else 0):
         ends = np.append(ends, len(stream))
     starts = np.concatenate(([0], ends))[:-1].astype(np.int64)
+    if store.manifest.starts_at_separator:
+        starts[1:] -= 1
     lengths = ends - starts - 1
     num_chunks = -(-lengths // seq_len)  # zero for a document that is only its separator
     chunk = np.arange(num_chunks.sum()) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)

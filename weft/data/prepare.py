@@ -28,7 +28,7 @@ from weft.config.schema import DataSection
 from weft.data.chat import ChatEncoder, ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
 from weft.data.dataset import Dataset, dataset_from_store
-from weft.data.document_tokens import RECORD_FILE, format_record
+from weft.data.document_tokens import RECORD_FILE, describe_ignored_flags, format_record
 from weft.data.documents import read_record_corpus
 from weft.data.foreign_tokens import TokenCorpus, read_headers
 from weft.data.mixture import write_mixture
@@ -92,6 +92,17 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
                 f"the other sources end with token {encoder.separator}"
             )
             errors.add("data.mixture", rule, "prepare it again from its text", value=path)
+    texts = [
+        (path, store.manifest.start_tokens)
+        for path, store in zip(section.mixture, stores, strict=True)
+        if store.manifest.kind == "text"
+    ]
+    for path, start in texts:
+        if start != texts[0][1]:
+            rule = f"is text whose documents begin with tokens {start}; those of {texts[0][0]} "
+            rule += f"begin with tokens {texts[0][1]}"
+            remedy = "prepare one of them again, with the same data.start_token"
+            errors.add("data.mixture", rule, remedy, value=path)
     raise_errors(errors)
     with convert_cache_errors(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
@@ -173,7 +184,7 @@ def _detect_inputs(section: DataSection) -> _Inputs:
             with collect_errors(errors):
                 template = load_chat_template(section)
         with collect_errors(errors):
-            encoder = load_encoder(section.tokenizer)
+            encoder = load_encoder(section.tokenizer, section.start_token)
             chat = None if template is None else ChatEncoder(section.tokenizer, template)
     elif not section.is_text:
         rule = "is only for text; conversations need the tokens of a chat template"
@@ -221,9 +232,14 @@ def _prepare_corpus(
     settings: list[object] = [
         *(FORMAT, CHUNK_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8)
     ]
-    tokenizer_key: list[object] = ["train", section.vocab_size, TOKENIZER_TRAIN_BYTES]
+    tokenizer_key: list[object] = [
+        *("train", section.vocab_size, TOKENIZER_TRAIN_BYTES, section.start_token)
+    ]
+    notes: list[str] = []
     if given is not None:
-        tokenizer_key = [given.hash, given.separator]
+        if section.is_text and section.start_token == "auto":
+            notes = list(filter(None, [describe_ignored_flags(given.tokenizer, given.file)]))
+        tokenizer_key = [given.hash, given.separator, given.affixes, notes]
     content: object = [settings, tokenizer_key, corpus.cache_key]
     if not section.is_text:
         content = corpus.cache_key  # conversations have other settings
@@ -234,10 +250,14 @@ def _prepare_corpus(
             _train_tokenizer(file, [corpus], section.vocab_size, report)
         else:
             write_durably(file, given.file.read_bytes())
-            record = format_record(given.separator, starts_documents=section.is_text)
-            write_durably(directory / RECORD_FILE, record.encode())
-        encoder = load_encoder(file)
+        encoder = given or load_encoder(file, section.start_token)
+        # Processes that tokenize, and users of the store, read its separator and start tokens.
+        start = encoder.affixes.start if section.is_text else None
+        write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
         built = corpus.build(directory, encoder, report)
+        if built.start_tokens is not None:
+            start = tuple(built.start_tokens)
+            write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
         entropy = built.entropy_nats
         if entropy is None:
             entropy = unigram_entropy_nats(directory, built, encoder.vocab_size)
@@ -257,6 +277,8 @@ def _prepare_corpus(
             empty_documents=corpus.skip_counts.empty,
             kind=section.format,
             files=list(built.files),
+            start_tokens=list(start or ()),
+            notes=[*notes, *built.notes],
         )
 
     return build_once(cache, content, report, build)
@@ -272,6 +294,12 @@ def _open_given_store(
         rule = f"does not match the store {section.path}, which was prepared with another tokenizer"
         remedy = f"use {store.path / TOKENIZER_FILE}"
         raise InvalidConfig([ConfigError("data.tokenizer", section.tokenizer, rule, remedy)])
+    start = store.manifest.start_tokens
+    if kind == "text" and section.start_token != "auto" and section.start_token != bool(start):
+        rule = f"does not match the store {section.path}, whose documents begin "
+        rule += f"with tokens {start}" if start else "with their text"
+        remedy = "use auto, or prepare the store again from its text"
+        raise InvalidConfig([ConfigError("data.start_token", section.start_token, rule, remedy)])
     if not section.is_text and section.has_preferences != (kind == "preferences"):
         rule = f"is a store of {kind}, not of {section.format}"
         raise path_error(section.path, rule, f"set data.format={kind}")
@@ -301,7 +329,7 @@ def _load_shared_tokenizer(
         file = cache / "tokenizers" / key / TOKENIZER_FILE
         with convert_cache_errors(cache), lock_prepared(file.parent, report, WAITING_MESSAGE):
             _train_tokenizer(file, text_corpora, section.vocab_size, report)
-    return load_encoder(file)
+    return load_encoder(file, section.start_token)
 
 
 def _train_tokenizer(

@@ -383,7 +383,12 @@ def _build_split(
     shards: list[Shard] = []
     for index, group in enumerate(_group_chunks(parts, shard_bytes)):
         texts = (
-            TextChunk(read_chunk(part.scan, begin, end), end - begin, end == part.end)
+            TextChunk(
+                read_chunk(part.scan, begin, end),
+                end - begin,
+                ends_document=end == part.end,
+                starts_document=begin == part.scan.cuts[0],
+            )
             for part, begin, end in group
         )
         size = sum(end - begin for _, begin, end in group)

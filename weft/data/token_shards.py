@@ -21,7 +21,12 @@ from tokenizers import Tokenizer
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
-from weft.data.document_tokens import find_separator
+from weft.data.document_tokens import (
+    Affixes,
+    StartToken,
+    find_document_affixes,
+    load_document_tokens,
+)
 from weft.data.prepared_cache import Report
 from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
@@ -41,7 +46,8 @@ class BuiltSplits(NamedTuple):
     """Both splits, the dtype of their tokens, and what else only conversations have.
 
     ``entropy_nats``: see `unigram_entropy_nats`, which computes it if it is None; ``files``: the
-    names of the files that the index of conversations refers to.
+    names of the files that the index of conversations refers to; ``start_tokens``: those of the
+    documents, if the encoder does not decide; ``notes``: sentences for the user.
     """
 
     train: Split
@@ -49,6 +55,8 @@ class BuiltSplits(NamedTuple):
     dtype: Dtype
     entropy_nats: float | None = None
     files: Sequence[str] = ()
+    start_tokens: Sequence[int] | None = None
+    notes: Sequence[str] = ()
 
 
 class IncompleteTail(NamedTuple):
@@ -102,7 +110,11 @@ def insufficient_data_error(section: DataSection, rule: str, has_train: bool) ->
 
 
 class Encoder(NamedTuple):
-    """Tokenizer of a ``tokenizer.json``, and its properties that a store records."""
+    """Tokenizer of a ``tokenizer.json``, and its properties that a store records.
+
+    ``affixes`` surround a document; their start may begin with the separator of the document
+    before it, which ``prefix`` omits.
+    """
 
     file: Path
     tokenizer: Tokenizer
@@ -110,18 +122,30 @@ class Encoder(NamedTuple):
     separator: int
     vocab_size: int
     dtype: Dtype
+    affixes: Affixes
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Return the tokens to write before a document."""
+        start = self.affixes.start
+        while start[:1] == (self.separator,):
+            start = start[1:]
+        return start
 
 
-def load_encoder(path: str | Path) -> Encoder:
-    """Load a ``tokenizer.json``.
+def load_encoder(path: str | Path, start_token: StartToken = "auto") -> Encoder:
+    """Load a ``tokenizer.json``; ``start_token`` is ``data.start_token``.
 
     Raises:
-        InvalidConfig: the file cannot be read, or has no separator.
+        InvalidConfig: the file cannot be read, or has no separator or no start token.
     """
     tokenizer, digest = load_tokenizer(path)
     entries, file = required_vocab_size(tokenizer), Path(path).expanduser()
-    separator = find_separator(tokenizer, path)
-    return Encoder(file, tokenizer, digest, separator, entries, token_dtype(entries))
+    tokens = load_document_tokens(tokenizer, path)
+    affixes = find_document_affixes(tokenizer, path, start_token, tokens)
+    return Encoder(
+        *(file, tokenizer, digest, tokens.separator, entries, token_dtype(entries), affixes)
+    )
 
 
 def find_cut(data: bytes, begin: int, size: int) -> int:
@@ -150,7 +174,7 @@ def split_chunks(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 class TextChunk(NamedTuple):
-    """Text to encode; the separator follows it if it ends a document.
+    """Text to encode: a document or a part of it, with its start and end tokens.
 
     ``size_bytes`` is its size in the source; ``shard`` is its shard's number in `build_shards`.
     """
@@ -159,6 +183,7 @@ class TextChunk(NamedTuple):
     size_bytes: int
     ends_document: bool
     shard: int = 0
+    starts_document: bool = True
 
 
 def encode_chunks(
@@ -183,8 +208,11 @@ def _encode_batch(batch: Sequence[TextChunk], encoder: Encoder) -> list[Tokens]:
         rule = f"cannot encode the text: {error}"
         remedy = "use a tokenizer that covers every text, such as a byte-level one"
         raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)]) from error
+    start, end = list(encoder.prefix), list(encoder.affixes.end)
     return [
-        np.array(encoding.ids + [encoder.separator] * chunk.ends_document, encoder.dtype)
+        np.array(
+            start * chunk.starts_document + encoding.ids + end * chunk.ends_document, encoder.dtype
+        )
         for chunk, encoding in zip(batch, encodings, strict=True)
     ]
 

@@ -151,6 +151,13 @@ class Manifest:
     empty_documents: int = 0
     kind: Kind = "text"
     files: list[str] = field(default_factory=list)  # of conversations; the index refers to them
+    start_tokens: list[int] = field(default_factory=list)  # of documents; see document_tokens
+    notes: list[str] = field(default_factory=list)  # for the user, at every start
+
+    @property
+    def starts_at_separator(self) -> bool:
+        """Return True if a document begins with the separator of the one before it."""
+        return self.start_tokens[:1] == [self.separator]
 
 
 @dataclass(frozen=True)

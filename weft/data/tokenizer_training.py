@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from weft.data.document_tokens import add_start_token
+from weft.data.document_tokens import set_start_tokens
 from weft.data.tokenizer import END_OF_TEXT, encode_literally
 
 # Merges do not cross these, as in Llama 3: contractions, words with the space or sign before
@@ -46,5 +46,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     [end] = tokenizer.get_added_tokens_decoder()
-    add_start_token(tokenizer, end)  # every document in training starts with it
+    set_start_tokens(tokenizer, [end])  # every document in training starts with it
     return encode_literally(tokenizer)

@@ -118,14 +118,16 @@ SCHEDULES: dict[str, Decay] = {"wsd": wsd, "cosine": cosine, "linear": linear}
 def learning_rate(step: int, steps: int, optim: OptimSection, decay: Decay) -> float:
     """Return the learning rate of optimizer step ``step`` (from 1) of ``steps``.
 
-    Linear warm-up over ``warmup_steps`` from ``lr / warmup_steps``, then ``decay``, scaled to end
-    at ``min_lr_ratio`` of the peak.
+    Linear warm-up over ``warmup_steps`` from ``lr / warmup_steps``, then ``decay``.  The built-in
+    schedules are scaled to end at ``min_lr_ratio`` of the peak; a user's is used as it is.
     """
     warmup_steps = optim.num_warmup_steps(steps)
     if step <= warmup_steps:
         return optim.lr * step / warmup_steps
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     fraction = decay(min(1.0, progress), optim)
+    if ":" in optim.schedule:
+        return optim.lr * fraction
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * fraction)
 
 

@@ -108,6 +108,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
     ),
     "data.text_field": _TEXT,
     "data.packing": _TEXT,
+    "data.start_token": _TEXT,
     "data.overlong": _CHAT,
     "data.chat_template": _CHAT,
     "data.vocab_size": EffectRule(
@@ -316,6 +317,30 @@ def warmup_warnings(plan: Plan) -> Iterator[str]:
         yield (
             f"{problem}: the learning rate reaches its peak in the last step and never decays. "
             f"{remedy}"
+        )
+
+
+def component_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about the keys that act on a user's own optimizer or schedule."""
+    optim = plan.job.optim
+    warmup = optim.num_warmup_steps(plan.num_steps)
+    if _is_user_defined(optim.schedule) and warmup:
+        yield (
+            f"optim.schedule={optim.schedule} decides the learning rate only after {warmup} steps "
+            f"of linear warm-up (optim.warmup_steps={optim.warmup_steps}). Use "
+            "optim.warmup_steps=0 to decide it in every step."
+        )
+    if not _is_user_defined(optim.name):
+        return
+    acting = []
+    if optim.weight_decay:
+        acting.append(f"weight_decay={optim.weight_decay:g} in its parameter groups")
+    if optim.max_grad_norm:
+        acting.append(f"gradients clipped to optim.max_grad_norm={optim.max_grad_norm:g}")
+    if acting:
+        yield (
+            f"optim.name={optim.name} gets {' and '.join(acting)}, from the recipe or the "
+            "defaults. Set these keys to 0 for none."
         )
 
 

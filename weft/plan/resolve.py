@@ -31,6 +31,7 @@ from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
     activation_checkpoint_warnings,
+    component_warnings,
     float8_warnings,
     pipeline_warnings,
     placement_warnings,
@@ -219,6 +220,7 @@ def resolve(
         *dispatch_warnings(plan),
         *export_warnings(plan),
         *warmup_warnings(plan),
+        *component_warnings(plan),
         *unused_key_warnings(plan),
     )
     return replace(plan, warnings=warnings)

@@ -34,6 +34,7 @@ from torch import Tensor
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
+from weft.data.document_tokens import find_affixes
 from weft.data.loader import IGNORE_INDEX, Batch, build_mixture, evaluation_batches
 from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.prepared_cache import Report, progress_counter
@@ -405,7 +406,7 @@ def encode_pair(
     tokenizer: Tokenizer = chat_format.tokenizer
     if not stripped:
         ids = tokenizer.encode(continuation, add_special_tokens=False).ids
-        return [chat_format.start_token], ids
+        return list(find_affixes(tokenizer).start) or [chat_format.start_token], ids
     ids, context_ids = tokenizer.encode(stripped + continuation).ids, tokenizer.encode(stripped).ids
     return context_ids, ids[len(context_ids) :]
 

@@ -25,9 +25,12 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
 from weft.data.document_tokens import (
     IMPORTED_DIR,
-    add_start_token,
+    Affixes,
+    DocumentTokens,
+    find_affixes,
     find_start_token,
     load_document_tokens,
+    set_start_tokens,
 )
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.models.kv_cache import KeyValueCache, use_kv_cache
@@ -87,24 +90,32 @@ def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> 
     tokenizer, _ = load_tokenizer(path)
     tokens = load_document_tokens(tokenizer, path)
     start_token, max_context = tokens.separator, checkpoint.job.train.seq_len
-    starts = tokens.starts_documents
     if (source / "config.json").is_file():
         token = find_start_token(tokenizer, source)
         start_token = start_token if token is None else token
         max_context = checkpoint.config.max_seq_len  # the length of its training is unknown
-    elif starts is None:  # an older run, which did not record it
-        starts = checkpoint.job.data.is_text
-    if starts:
-        add_start_token(tokenizer, tokens.separator)
+    if (start := find_changed_start(checkpoint, tokenizer, tokens)) is not None:
+        set_start_tokens(tokenizer, start)
     if template is None:
         return ChatFormat(tokenizer, start_token, tokens.end_tokens, max_context)
     changes = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
     encoder = ChatEncoder(
         str(path), load_chat_template(checkpoint.job.data.model_copy(update=changes))
     )
-    return ChatFormat(
-        tokenizer, start_token, tokens.end_tokens | encoder.find_end_tokens(), max_context, encoder
-    )
+    end_tokens = encoder.find_stop_tokens(str(path))
+    return ChatFormat(tokenizer, start_token, end_tokens, max_context, encoder)
+
+
+def find_changed_start(
+    checkpoint: CheckpointRef, tokenizer: Tokenizer, tokens: DocumentTokens
+) -> tuple[int, ...] | None:
+    """Return the start tokens of a run's training if its tokenizer adds others."""
+    start, own = tokens.start_tokens, find_affixes(tokenizer)
+    if (checkpoint.run_dir / IMPORTED_DIR / "config.json").is_file():
+        return None if start == own.start else start
+    if start is None and checkpoint.job.data.is_text:  # not recorded
+        start = (tokens.separator,)
+    return None if start is None or own == Affixes(start) else start
 
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation

@@ -7,10 +7,11 @@ file by file, with the file that makes it a model last).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +25,13 @@ from weft.checkpoint.weight_files import (
     Weight,
     open_weights,
     publish_directory,
-    write_json,
     write_weight_files,
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.data.document_tokens import (
     IMPORTED_DIR,
-    json_with_start_token,
+    find_affixes,
+    json_with_start_tokens,
     load_document_tokens,
 )
 from weft.data.prepared_cache import Progress, Report
@@ -46,6 +47,7 @@ from weft.models.hf_mapping import (
     simplify,
     to_hf_config,
 )
+from weft.tools.generate import find_changed_start, load_chat_format
 from weft.tools.hf_weights import find_dropped_bias, list_hf_tensors, to_hf_weights
 from weft.tools.inference_model import (
     CheckpointRef,
@@ -148,7 +150,13 @@ def export_checkpoint(
     assert checkpoint is not None
     assert special is not None
     if adapter:
-        return export_adapter(checkpoint, out, DTYPES[dtype])
+        return export_adapter(
+            checkpoint,
+            out,
+            DTYPES[dtype],
+            # Not the tokenizer, to whose size PEFT would resize the base.
+            lambda directory: _write_files(directory, _chat_files(checkpoint, special)),
+        )
     family = checkpoint.family
     _check_weights(checkpoint, weights)
     hf_weights = to_hf_weights(family, checkpoint.config, weights)
@@ -212,11 +220,17 @@ def _parse_size(text: str, errors: ConfigErrors) -> int:
 
 
 class _SpecialTokens(NamedTuple):
-    """Special tokens: fields of ``config.json``, names, and the ``tokenizer.json``."""
+    """Special tokens: fields of ``config.json``, names, and the ``tokenizer.json``.
+
+    ``end_tokens`` are set if the run was trained to end answers with further tokens: all those at
+    which ``weft generate --chat`` stops.  Then ``eos_token`` is the name of the new one.
+    """
 
     ids: dict[str, Any]
     names: dict[str, str | None]
     tokenizer: bytes
+    end_tokens: tuple[int, ...] = ()
+    eos_token: str = ""
 
 
 def _read_source_config(checkpoint: CheckpointRef, errors: ConfigErrors) -> dict[str, Any]:
@@ -253,33 +267,38 @@ def _special_tokens(checkpoint: CheckpointRef, source: dict[str, Any]) -> _Speci
     tokenizer, _ = load_tokenizer(path)
     tokens = load_document_tokens(tokenizer, path)
     data = path.read_bytes()
+    ends: dict[str, Any] = {}
     end_tokens = sorted(tokens.end_tokens)
+    if (checkpoint.run_dir / TEMPLATE_FILE).is_file():  # trained on conversations
+        chat_format = load_chat_format(checkpoint, "auto")
+        if learned := sorted(chat_format.end_tokens - tokens.end_tokens):
+            end_tokens += learned
+            ends = {"end_tokens": tuple(end_tokens)}
+            ends["eos_token"] = tokenizer.id_to_token(learned[0])
     eos: Any = end_tokens if len(end_tokens) > 1 else end_tokens[0]
     ids = {"eos_token_id": eos}
     names = {"eos_token": tokenizer.id_to_token(tokens.separator)}
+    start = find_changed_start(checkpoint, tokenizer, tokens)
+    if start is not None:  # of the run's training
+        data = json_with_start_tokens(data, tokenizer, start)
     if source:
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids |= {
             key: source[key]
             for key in keys
-            if key in source and not (key == "eos_token_id" and source[key] is None)
+            if key in source and not (key == "eos_token_id" and (ends or source[key] is None))
         }
-        return _SpecialTokens(ids, names, data)
-    starts = tokens.starts_documents
-    if starts or (starts is None and checkpoint.job.data.is_text):
-        # In training, a separator preceded every document.
-        data = json_with_start_token(data, tokenizer, tokens.separator)
-    bos = {"bos_token_id": tokens.separator}
-    return _SpecialTokens(bos | ids, {"bos_token": names["eos_token"]} | names, data)
+        return _SpecialTokens(ids, names, data, **ends)
+    token = (find_affixes(tokenizer).start or (tokens.separator,))[-1]
+    bos = {"bos_token_id": token}
+    names = {"bos_token": tokenizer.id_to_token(token)} | names
+    return _SpecialTokens(bos | ids, names, data, **ends)
 
 
 def _write_companions(
     directory: Path, checkpoint: CheckpointRef, config: dict[str, Any], special: _SpecialTokens
 ) -> None:
     """Write ``config.json``, the tokenizer, and the files with special tokens."""
-    with create_file(directory / "tokenizer.json") as file:
-        file.write(special.tokenizer)
-    write_json(directory / "config.json", config | special.ids)
     generated: dict[str, dict[str, Any]] = {
         "generation_config.json": special.ids,
         "tokenizer_config.json": {
@@ -289,19 +308,43 @@ def _write_companions(
             "model_max_length": checkpoint.config.max_seq_len,
         },
     }
-    tuned = (checkpoint.run_dir / TEMPLATE_FILE).is_file()
+    files = {"tokenizer.json": special.tokenizer}
     for name in COMPANION_FILES[1:]:
-        if name == TEMPLATE_FILE and tuned:  # the template of its fine-tuning
-            _copy(checkpoint.run_dir / name, directory / name)
-        elif (checkpoint.run_dir / SOURCE_DIR / name).is_file():
-            _copy(checkpoint.run_dir / SOURCE_DIR / name, directory / name)
+        if (source := checkpoint.run_dir / SOURCE_DIR / name).is_file():
+            files[name] = source.read_bytes()
         elif name in generated:
-            write_json(directory / name, generated[name])
+            files[name] = _to_json(generated[name])
+    files |= _chat_files(checkpoint, special)
+    if special.end_tokens and b"eos_token" not in files[TEMPLATE_FILE]:  # it would render otherwise
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if name in files:
+                tree = parse_json(files[name]) | {"eos_token": special.eos_token}
+                files[name] = _to_json(tree)
+    files["config.json"] = _to_json(config | special.ids)
+    _write_files(directory, files)
 
 
-def _copy(path: Path, to: Path) -> None:
-    with create_file(to) as file:
-        file.write(path.read_bytes())
+def _chat_files(checkpoint: CheckpointRef, special: _SpecialTokens) -> dict[str, bytes]:
+    """Return the chat template of a run, and the end tokens that it has learned."""
+    if not (template := checkpoint.run_dir / TEMPLATE_FILE).is_file():
+        return {}
+    files = {TEMPLATE_FILE: template.read_bytes()}
+    if special.end_tokens:
+        name = "generation_config.json"
+        source = checkpoint.run_dir / SOURCE_DIR / name
+        tree = parse_json(source.read_bytes()) if source.is_file() else special.ids
+        files[name] = _to_json(tree | {"eos_token_id": list(special.end_tokens)})
+    return files
+
+
+def _to_json(tree: dict[str, Any]) -> bytes:
+    return json.dumps(tree, indent=2).encode() + b"\n"
+
+
+def _write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        with create_file(directory / name) as file:
+            file.write(content)
 
 
 def read_json_object(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -452,13 +452,19 @@ def _peft_config(
     }
 
 
-def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
+def export_adapter(
+    checkpoint: CheckpointRef,
+    out: Path,
+    dtype: torch.dtype,
+    write_companions: Callable[[Path], None] = lambda directory: None,
+) -> str:
     """Write the adapters of a LoRA run's checkpoint as a directory that PEFT loads.
 
     Args:
         checkpoint: a checkpoint of a LoRA run.
         out: a directory that does not exist; it appears when complete.
         dtype: dtype of the written matrices.
+        write_companions: writes further files into the directory.
 
     Returns:
         A message for the user.
@@ -519,6 +525,7 @@ def export_adapter(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype) -> 
     weights |= {name: trained_with[ours] for name, ours in saved.items()}
     with publish_directory(out) as directory:
         num_bytes = write_weight_file(directory / WEIGHTS, weights, dtype)
+        write_companions(directory)
         write_json(directory / CONFIG, config)  # last: this file makes the directory an adapter
     dropped = format_dropped_mtp(checkpoint.config)
     size = f"{len(weights)} adapter tensors, {num_bytes:,} bytes"

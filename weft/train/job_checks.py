@@ -32,6 +32,7 @@ from weft.config.reader import read_job
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
+from weft.data.document_tokens import read_start_tokens
 from weft.data.loader import build_mixture
 from weft.data.prepare import check_chat
 from weft.data.source import STDLIB, STORIES, check_path, is_user_function
@@ -421,12 +422,32 @@ def check_text(plan: Plan, text: Dataset) -> None:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
             continue  # loading reports it
-        if data not in (None, text.fingerprint):  # imported weights have no fingerprint of data
+        if data is None:  # imported weights have no fingerprint of data
+            break
+        if error := _check_start_tokens(plan, text, path):
+            errors.append(error)
+        elif data != text.fingerprint:
             rule = f"is not the data that {path} was trained on, or has changed since"
             key = "mixture" if job.data.is_mixture else "path"
             errors.add(f"data.{key}", rule, "use another run.dir")
         break
     errors.raise_any()
+
+
+def _check_start_tokens(plan: Plan, text: Dataset, checkpoint: Path) -> ConfigError | None:
+    """Return an error if documents begin otherwise than in a checkpoint's training."""
+    data = plan.job.data
+    old, new = read_start_tokens(plan.run_path), text.start_tokens
+    if old is None or new is None:
+        return None
+    if not data.keeps_documents:  # the separator before a document is there in any case
+        old, new = ([t for t in start if t != text.separator] for start in (old, new))
+    if old == new:
+        return None
+    verb = "puts a start token" if new else "puts no start token"
+    rule = f"{verb} before each document, unlike the training of {checkpoint}"
+    remedy = f"use {'auto or true' if old else 'false'}, or another run.dir"
+    return ConfigError("data.start_token", data.start_token, rule, remedy)
 
 
 def _read_progress(plan: Plan) -> tuple[int, int]:
