@@ -518,7 +518,7 @@ def resolve_job(*overrides: tuple[str, str], device: str = "cpu") -> Plan:
         ([("parallel.ep_dispatch", "deepep")], "needs GPUs"),
         (
             [("parallel.ep_dispatch", "padded"), ("debug.autograd_anomaly", "true")],
-            "leaves undefined",
+            "gradients that parallel.ep shards",
         ),
     ],
 )

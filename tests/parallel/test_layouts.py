@@ -245,3 +245,20 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     """Return the relative norm of the difference of all gradients."""
     difference = sum((ours[name] - grad).square().sum().item() for name, grad in theirs.items())
     return math.sqrt(difference / sum(grad.square().sum().item() for grad in theirs.values()))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["cp2", "cp2 cp_load_balance=documents", "cp2 cp_method=allgather", "cp2 cp_method=ulysses"],
+)
+def test_layout_sequence_of_odd_parts_computes_the_gradients(layout: str, store_path: Path) -> None:
+    """Two ranks have 15 tokens each, in parts of unequal length."""
+    check_gradients(layout, store_path, [*MODEL, ("train.seq_len", "30")], TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+def test_layout_one_stage_of_an_interleaved_schedule_computes_the_gradients(
+    schedule: str, store_path: Path
+) -> None:
+    layout = f"pp2 pipeline.schedule={schedule} pipeline.stages_per_rank=1"
+    check_gradients(layout, store_path, MODEL, TOLERANCE)

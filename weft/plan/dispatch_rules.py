@@ -36,11 +36,6 @@ def check_dispatch(
         errors.add(
             "parallel.ep_chunks", rule, f"use {format_choices(divisors(num_local))}", depends
         )
-    if name == "padded" and job.debug.autograd_anomaly:
-        rule = (
-            "finds NaN in rows without a token, which parallel.ep_dispatch=padded leaves undefined"
-        )
-        errors.add("debug.autograd_anomaly", rule, f"use {KEY}=alltoall", (KEY,))
     if name != "deepep":
         return
     if machine.device != "cuda":

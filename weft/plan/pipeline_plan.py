@@ -122,9 +122,6 @@ def _resolve_stages_per_rank(errors: ConfigErrors, job: Job, spec: ScheduleSpec)
         rule = f"conflicts with {spec.name}, which has {spec.stages_per_rank}"
         errors.add(key, rule, "use auto, or another pipeline.schedule", ("pipeline.schedule",))
         return spec.stages_per_rank or 2
-    if spec.stages_per_rank is None and requested == 1:
-        rule = f"conflicts with {spec.name}, which interleaves several stages"
-        errors.add(key, rule, "use 2 or more, or pipeline.schedule=1F1B", ("pipeline.schedule",))
     return requested
 
 

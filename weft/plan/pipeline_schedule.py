@@ -44,7 +44,7 @@ class ScheduleSpec:
     """The requirements of a schedule of torch, or of a CSV file.
 
     Attributes:
-        stages_per_rank: the only valid number; None: any from 2.
+        stages_per_rank: the only valid number; None: any, by default 2.
         splits_backward: True if weight gradients are computed after input gradients: see
             `weft.parallel.weight_gradients`.
         actions: from the file; None for a schedule of torch.

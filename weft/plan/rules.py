@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from weft.config.errors import ConfigErrors
-from weft.config.schema import MOST, Job, ParallelSection, steps_of
+from weft.config.schema import MOST, Job, steps_of
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import (
@@ -260,10 +260,14 @@ def _check_debug(errors: ConfigErrors, job: Job) -> None:
     if job.debug.autograd_anomaly and job.compile.enable:
         rule = "cannot inspect a compiled backward pass"
         errors.add(key, rule, "use compile.enable=false", ("compile.enable",))
-    if job.debug.autograd_anomaly and job.parallel.tp > 1:
-        # torch's anomaly mode does not support gradients that are DTensors.
-        rule = "cannot inspect gradients that parallel.tp shards"
-        errors.add(key, rule, "use parallel.tp=1, or --debug.layer_stats_steps", ("parallel.tp",))
+    for axis in ("tp", "ep"):
+        if job.debug.autograd_anomaly and getattr(job.parallel, axis) > 1:
+            # torch's anomaly mode does not support gradients that are DTensors.
+            rule, axis_key = (
+                f"cannot inspect gradients that parallel.{axis} shards",
+                f"parallel.{axis}",
+            )
+            errors.add(key, rule, f"use {axis_key}=1, or --debug.layer_stats_steps", (axis_key,))
 
 
 # --------------------------------------------------------------------------- layout
@@ -324,8 +328,7 @@ def _check_tensor_parallel(
         rule = f"is not divisible by tp={tp} ranks of {' and '.join(causes)}" + (
             f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
         )
-        unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
-        choices = format_choices(nearest_divisors(job.train.seq_len, unit))
+        choices = format_choices(nearest_divisors(job.train.seq_len, tp * degrees.cp))
         remedy = f"use {choices}, or " + " and ".join(f"parallel.{c}" for c in causes.values())
         errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp", "parallel.etp"))
 
@@ -343,11 +346,6 @@ def _check_async_tp(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> No
         errors.add(key, rule, "use parallel.sequence_parallel=true")
 
 
-def _chunks_per_rank(parallel: ParallelSection) -> int:
-    """Return the chunks of a sequence on each context-parallel rank."""
-    return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
-
-
 def _check_context_parallel(
     errors: ConfigErrors, job: Job, model: Any, degrees: ParallelDims
 ) -> None:
@@ -358,11 +356,9 @@ def _check_context_parallel(
         rule = f"needs num_heads, which the model family {job.model.kind} does not define"
         errors.add(key, rule, "use 1")
         return
-    unit = cp * _chunks_per_rank(job.parallel)
-    if seq_len % unit:
-        chunks = f"{unit} load-balanced chunks of cp={cp}" if unit > cp else f"cp={cp} ranks"
-        remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
-        errors.add("train.seq_len", f"is not divisible by {chunks}", remedy, (key,))
+    if seq_len % cp:
+        remedy = f"use {format_choices(nearest_divisors(seq_len, cp))}"
+        errors.add("train.seq_len", f"is not divisible by cp={cp} ranks", remedy, (key,))
     is_ulysses, needs = job.parallel.cp_method == "ulysses", ("parallel.cp_method", "data.packing")
     if job.parallel.cp_load_balance == "documents" and (is_ulysses or not job.data.keeps_documents):
         cause = "with ulysses" if is_ulysses else "without packed documents"

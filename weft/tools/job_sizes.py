@@ -42,7 +42,7 @@ def draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
         dense = int(overrides.get("model.dense_layers", base.dense_layers))
         interval = int(overrides.get("model.expert_interval", base.expert_interval))
         layers = max(layers, dense + interval)
-    seq_unit = math.lcm(tp, 2 * cp, unit * cp)
+    seq_unit = math.lcm(tp * cp, unit * cp)
     seq_len = seq_unit * rng.choice([n for n in range(1, 25) if seq_unit * n >= 8][:4])
     sequences = rng.choice((1, 2, 3, 5))
     if pp > 1:

@@ -382,7 +382,7 @@ def _candidates(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield batches and model sizes, best first; the last model is the recipe's own."""
     parallel = small_job.parallel
-    unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.cp_load_balance else 1)
+    unit = sizes["cp"]
     unit *= sizes["tp"] if parallel.sequence_parallel or parallel.has_whole_experts else 1
     if float8 != "none":
         unit = math.lcm(unit, required_multiple(float8) * sizes["cp"])
