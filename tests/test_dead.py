@@ -17,6 +17,7 @@ CALLED_BY_OTHERS = {
     "log_message",
     "emit",  # logging.Handler
     "extra_repr",  # torch.nn.Module
+    "ignore_compile_internals",  # TorchDispatchMode
     "readable",  # io.RawIOBase
     "find_class",  # pickle.Unpickler
     "on_broken_pipe",  # rich.console.Console

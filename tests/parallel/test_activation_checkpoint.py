@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from weft.config.schema import ActivationCheckpointSection
 from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
 from weft.parallel import activation_offload as offload
-from weft.parallel.activation_checkpoint import apply_activation_checkpoint
+from weft.parallel.activation_checkpoint import MemoryBudget, apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
 from weft.train.setup import build
 
@@ -121,18 +123,38 @@ UNEVEN_COLUMNS: Overrides = [("parallel.tp", "2"), ("model.ffn_dim", "3"), ("tra
 
 def budget_choices(
     overrides: Overrides, shares: list[str], store: str
-) -> list[list[set[tuple[str, int]]]]:
-    """Return what each block saves, for each budget."""
+) -> list[tuple[int, list[str], Any]]:
+    """Return the choices for each budget.
+
+    They are the number of kinds of blocks, the operators whose results the last call saves, and
+    what was chosen for its kind of block.
+    """
     results = []
     mode = ("activation_checkpoint.mode", "budget")
+    calls: list[list[str]] = []
+    select = MemoryBudget.select
+
+    def record(self: MemoryBudget) -> Any:
+        should_save, names = select(self), list[str]()
+        calls.append(names)
+
+        def decide(name: str, *tensors: Any) -> bool:
+            saves = should_save(name, *tensors)
+            names.extend([name] * saves)
+            return saves
+
+        return decide
+
     for share in shares:
         job = small_job(*overrides, mode, ("activation_checkpoint.memory_budget", share))
         plan = plan_here(job)
         built = build(plan, this_rank())
         loader = loader_of(job, plan, store, built.mesh)
-        built.train_step.forward_backward(loader.get_microbatches(0))
+        with patch.object(MemoryBudget, "select", record):
+            built.train_step.forward_backward(loader.get_microbatches(0))
         blocks = plan.family.blocks(built.model_parts[0])
-        results.append([vars(block)["memory_budget"]._saved for block in blocks])
+        budgets = [vars(block)["memory_budget"] for block in blocks]
+        results.append((len({id(budget) for budget in budgets}), calls[-1], budgets[-1].saved))
     return results
 
 
@@ -151,13 +173,94 @@ def test_budget_saves_the_same_collectives_on_all_ranks(
     shares = ["0", "0.05", "0.1", "0.5"]
     ours, theirs = run_ranks(budget_choices, 2, overrides, shares, str(store_path))
     assert ours != theirs
-    for blocks, others in zip(ours, theirs, strict=True):
-        for saved, other in zip(blocks, others, strict=True):
-            both = [{key for key in keys if "c10d" in key[0]} for keys in (saved, other)]
-            assert both[0] == both[1]
-        assert len({id(saved) for saved in blocks}) == kinds
-    calls = [sum(key[0].endswith(collective) for key in blocks[1]) for blocks in ours]
+    for (count, names, _), (_, others, _) in zip(ours, theirs, strict=True):
+        both = [[name for name in saved if "c10d" in name] for saved in (names, others)]
+        assert both[0] == both[1]
+        assert count == kinds
+    calls = [sum(name.endswith(collective) for name in names) for _, names, _ in ours]
     assert calls == saved_calls
+
+
+class Branches(torch.nn.Module):
+    """A block whose operators depend on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        hidden_BF = self.first(x_BD)
+        if x_BD.sum() > 0:
+            hidden_BF = hidden_BF + torch.zeros_like(hidden_BF)
+            return self.second(hidden_BF.sigmoid()).add_(x_BD)
+        hidden_BF.mul_(3)  # of a result that the other branch saves
+        extra_BF = x_BD.new_empty(len(x_BD), 32).copy_(hidden_BF)
+        for _ in range(2):
+            extra_BF = extra_BF @ self.second.weight.t() @ self.first.weight.t()
+        return self.second((hidden_BF + extra_BF.tanh_()).sigmoid())
+
+
+@pytest.mark.parametrize("signs", [(1, -1, 1), (-1, 1, -1, -1)])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_budget_of_calls_with_other_operators_changes_no_bit(
+    signs: tuple[int, ...], share: float
+) -> None:
+    torch.manual_seed(0)
+    block = Branches()
+    inputs = [torch.rand(5, 16) * sign for sign in signs]
+
+    def compute() -> list[torch.Tensor]:
+        copies = [x.clone().requires_grad_() for x in inputs]
+        loss = torch.stack([block(x.clone()).square().sum() for x in copies]).sum()
+        return list(torch.autograd.grad(loss, [*copies, *block.parameters()]))
+
+    plain = compute()
+    section = ActivationCheckpointSection(mode="budget", memory_budget=share)
+    apply_activation_checkpoint([block], section, compiled=False)
+    assert all(map(torch.equal, compute(), plain))
+    assert all(map(torch.equal, compute(), plain))
+    saved = {kind[0] for kind, number in vars(block)["memory_budget"].saved.items() if number}
+    assert saved
+    assert not any("new_" in name or "zeros" in name or "copy_" in name for name in saved)
+
+
+class Rows(torch.nn.Module):
+    """A block that multiplies as many more matrices as its input says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+
+    def forward(self, x_BD: torch.Tensor, repeats: int) -> torch.Tensor:
+        for _ in range(repeats):
+            x_BD = x_BD + self.small(x_BD).sum()
+        return self.large(x_BD).sin().sin()
+
+
+class CountMatmuls(TorchDispatchMode):
+    """Counts the linear layers that run, by the width of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name() == "aten::addmm":
+            self.widths[out.shape[1]] += 1
+        return out
+
+
+def test_budget_of_a_call_with_more_operators_saves_the_same_products() -> None:
+    block = Rows()
+    section = ActivationCheckpointSection(mode="budget", memory_budget=0.6)
+    apply_activation_checkpoint([block], section, compiled=False)
+    for repeats, rows in [(0, 32), (3, 32), (3, 48), (0, 5)]:
+        x_BD = torch.rand(rows, 64, requires_grad=True)
+        out = block(x_BD, repeats)
+        with CountMatmuls() as recomputed:
+            out.sum().backward()
+        assert recomputed.widths == Counter({8: repeats} if repeats else {}), (repeats, rows)
 
 
 # --------------------------------------------------------------------------- memory

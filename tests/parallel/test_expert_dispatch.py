@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.harness import run_ranks
-from tests.layouts import check_many, group_by_ranks, parse
+from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size
 from tests.parallel.test_expert_parallel import MODEL, TOLERANCE, step_results
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
@@ -32,10 +32,12 @@ from weft.parallel.deepep import DeepEP
 from weft.parallel.dispatchers import find_overflow
 from weft.parallel.expert_dispatch import (
     AllToAll,
+    Overflow,
     PaddedAllToAll,
     apply_in_chunks,
     row_capacity,
 )
+from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
@@ -79,6 +81,71 @@ def test_dispatch_with_other_techniques_gradients_equal_one_process(
     layout: str, store_path: Path
 ) -> None:
     check_many([layout], store_path, lambda layout: MODEL, TOLERANCE)
+
+
+# --------------------------------------------------------------------------- overflows
+
+OVERFLOW = "ep=2 ep_dispatch=padded ep_capacity_factor=1"  # overflows in every step
+OVERFLOWS = [
+    *(
+        "pp2 pipeline.schedule=DualPipeV budget",
+        "pp2 pipeline.schedule=ZBVZeroBubble budget ep_chunks=2",
+    ),
+    "pp2 pipeline.schedule=InterleavedZeroBubble budget",
+    *("pp2 pipeline.schedule=1F1B selective ep_chunks=2", "budget ep_chunks=2", "full"),
+]
+
+
+def overflow_layout(text: str) -> str:
+    words = [
+        f"activation_checkpoint.mode={word}" if word in ("budget", "full", "selective") else word
+        for word in text.split()
+    ]
+    return " ".join(("cp2" if "pp2" in words else "dp_shard2 tp2", OVERFLOW, *words))
+
+
+def gradients_after_overflow(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
+    """Return the results of `many_gradients`; each layout must overflow."""
+    found: list[bool] = []
+    occurred = Overflow.occurred
+
+    def record(self: Overflow) -> bool:
+        found.append(occurred(self))
+        return found[-1]
+
+    with patch.object(Overflow, "occurred", record):
+        results = many_gradients(jobs, store)
+    assert found == [True] * len(jobs) * (dist.get_world_size() > 1)
+    return results
+
+
+def check_overflows(texts: list[str], store: Path) -> None:
+    layouts = [overflow_layout(text) for text in texts]
+    check_many(
+        layouts,
+        store,
+        lambda layout: [*MODEL, *size(layout)],
+        TOLERANCE,
+        compute=gradients_after_overflow,
+    )
+
+
+def test_overflow_with_schedules_and_recomputation_gradients_equal_one_process(
+    store_path: Path,
+) -> None:
+    check_overflows(OVERFLOWS, store_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["", "full", "selective", "budget"])
+@pytest.mark.parametrize("schedule", ["", *SCHEDULES])
+def test_overflow_with_each_schedule_gradients_equal_one_process(
+    schedule: str, mode: str, store_path: Path
+) -> None:
+    start = f"pp2 pipeline.schedule={schedule} {mode}" if schedule else mode
+    chunks = ["", "ep_chunks=2", "activation_checkpoint.offload=true"]
+    check_overflows([f"{start} {chunk}" for chunk in chunks], store_path)
 
 
 # --------------------------------------------------------------------------- bits in bfloat16

@@ -41,7 +41,16 @@ from weft.tools.job_space import (
     technique_name,
 )
 from weft.tools.verify import VerifyReport, read_recipe, verify
-from weft.tools.verify_fuzz import FuzzSettings, Outcome, fuzz, read_log, shrink_failure
+from weft.tools.verify_fuzz import (
+    FuzzResult,
+    FuzzSettings,
+    Outcome,
+    fuzz,
+    read_log,
+    shrink_failure,
+    summarize,
+    verify_job,
+)
 from weft.train.setup import Built
 
 # --------------------------------------------------------------------------- the space
@@ -173,6 +182,21 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(read_log(log, settings)) == 2
     assert read_log(log, FuzzSettings(seed=7)) == []
     assert read_log(log, FuzzSettings(seed=13, ranks=2, steps=1)) == []  # draws other jobs
+
+
+@pytest.mark.ranks
+def test_fuzz_records_steps_that_overflow() -> None:
+    """Random jobs with experts often have too little room, and are then computed again."""
+    jobs = [draw_job(1, index, {"model.kind": "moe", "parallel.ep": "2"}, 4) for index in range(24)]
+    small = [job for job in jobs if job.overrides.get("parallel.ep_capacity_factor") == "1"]
+    assert len(small) > 8
+    layout = "--parallel.dp_shard 2 --parallel.ep 2 --parallel.ep_dispatch padded --model.kind moe"
+    sizes = "--model.preset toy-moe --parallel.ep_capacity_factor 1 --train.seq_len 8"
+    job = RandomJob(0, 0, (), dict(overrides(f"{layout} {sizes}".split())), {}, ranks=2, steps=1)
+    outcome = verify_job(job, None)
+    assert (outcome.status, outcome.overflows) == ("agreed", 1)
+    summary = summarize(1, [FuzzResult(job, outcome)])
+    assert summary["overflowed"] == 1
 
 
 @pytest.mark.slow

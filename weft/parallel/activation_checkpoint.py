@@ -12,6 +12,9 @@ all give bitwise equal gradients, because recomputation repeats the same operato
 *budget* saves the results of the same collectives as *selective*.  Ranks can have different numbers
 of tokens of experts, and of columns of weights, but must repeat the same collectives.
 
+Calls of a block can run different operators, such as exchanges of experts with padded and with
+exact sizes.  So *budget* saves by operator and shapes, not by the index of an operator in a call.
+
 ``every_n_layers = n`` applies the mode to every n-th block only.  Offload is a separate option: see
 `weft.parallel.activation_offload`.
 
@@ -31,8 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -40,7 +44,11 @@ from torch.utils.checkpoint import (
 
 from weft.config.schema import ActivationCheckpointSection
 from weft.parallel.dtensor import is_wrapper, plain_tensors, to_local
-from weft.parallel.private import select_saved_results, set_activation_memory_budget
+from weft.parallel.private import (
+    detach_with_version,
+    select_saved_results,
+    set_activation_memory_budget,
+)
 
 # Operators by name, because some exist only on some devices or with some packages.
 MATMULS = (
@@ -54,6 +62,11 @@ ATTENTION = (
     "flex_attention",
 )
 COLLECTIVES = ("_c10d_functional::", "c10d_functional::")
+# Operators that read no values of their inputs, so that there is no work to avoid.
+CREATIONS = tuple(
+    f"aten::{name}"
+    for name in ("new_", "empty", "zeros", "ones", "full", "arange", "scalar_tensor", "eye")
+)
 
 # Collectives that *selective* repeats: a gathered tensor is as large as the shards of all ranks
 # together, and waiting for a finished collective takes no time.
@@ -105,7 +118,7 @@ def apply_activation_checkpoint(
             return checkpoint(original, self, *args, **options)
         if traced := self.memory_budget.trace_first_call(original, self, args):
             return traced[0]
-        contexts = partial(_selective_contexts, self.memory_budget.should_save)
+        contexts = self.memory_budget.make_contexts
         return checkpoint(original, self, *args, context_fn=contexts, **options)
 
     for block in blocks[:: section.every_n_layers]:
@@ -181,33 +194,75 @@ def param_storages(block: nn.Module) -> set[int]:
 # --------------------------------------------------------------------------- memory budget
 
 
+# Operator name, and dtypes and shapes of the result and the inputs.  A *similar* kind has other
+# numbers of rows: instead of shapes it has the number of dims and the last size.
+OpKind = tuple[Any, ...]
+
+
 class _OpCost(NamedTuple):
     """A call of an operator that returns a new tensor."""
 
-    key: tuple[str, int]  # operator name, and index of the call in the block
+    kind: OpKind
+    similar: OpKind
     bytes: int  # of the result
     work: float  # in units of the time that moves one byte
 
 
 class MemoryBudget:
-    """A `SavePolicy` that is chosen from the first call of the first block of a kind.
+    """The results that blocks of a kind save: how many of each kind of result.
 
-    Unsaved results are recomputed from saved ones, so saving a result avoids exactly the work of
-    its operator: a knapsack, filled greedily by work per byte.
+    They are chosen from the first call.  Unsaved results are recomputed from saved ones, so saving
+    a result avoids exactly the work of its operator: a knapsack, filled greedily by work per byte.
+
+    Results of a kind cost the same, so each call saves the first ones.  A call whose operators
+    differ from those of the first call saves what they have in common.
+
+    Attributes:
+        saved: number of results by kind; 0 for a kind that is not saved.
+        saves_reductions: each call saves the results of reducing collectives.
     """
 
     def __init__(self, share: float) -> None:
         """Limit saved bytes to ``share``, 0 to 1, of those without checkpointing."""
         self._share = share
-        self._saved: set[tuple[str, int]] | None = None
+        self.saved: Counter[OpKind] | None = None
+        # Ranks can have different numbers of rows and columns, so sizes must not decide about
+        # collectives: ranks that repeated different ones would wait for each other.
+        self.saves_reductions = share > 0
+        self._similar: Counter[OpKind] = Counter()
+        self._names: set[str] = set()
 
-    def should_save(self, name: str, call: int) -> bool:
-        """Implement `SavePolicy`; False before the choice."""
-        return (name, call) in (self._saved or ())
+    def make_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a call and of its recomputation."""
+        results: dict[Any, list[Any]] = {}
+        return _SaveResults(self, results), _ReplayResults(results)
+
+    def select(self) -> Callable[[str, Any, Any], bool]:
+        """Return a function that decides for one call, operator by operator.
+
+        Its arguments are the name of the operator, its result and its inputs.
+        """
+        assert self.saved is not None
+        known, saved, similar = self.saved.keys(), Counter(self.saved), Counter(self._similar)
+
+        def should_save(name: str, out: Any, inputs: Any) -> bool:
+            if name.startswith(COLLECTIVES):
+                return self.saves_reductions and _is_reduction(name)
+            if name not in self._names:
+                return False
+            results, tensors = plain_tensors(tree_leaves(out)), plain_tensors(tree_leaves(inputs))
+            kind, like = _kinds_of(name, list(results), list(tensors))
+            if (saved[kind] if kind in known else similar[like]) <= 0:
+                return False
+            saved[kind] -= 1
+            similar[like] -= 1
+            return True
+
+        return should_save
 
     def trace_first_call(self, forward: Any, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Trace the first call and choose; return ``(output,)``, None later."""
-        if self._saved is not None or not torch.is_grad_enabled():
+        if self.saved is not None or not torch.is_grad_enabled():
             return None
         inputs = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
         inputs |= param_storages(block)
@@ -224,48 +279,146 @@ class MemoryBudget:
             out = forward(block, *args)
         budget = self._share * sum(saved_bytes.values())
         ops = sorted(tracer.ops.values(), key=lambda op: op.bytes / max(op.work, 1))
-        # Ranks can have different numbers of rows and columns, so sizes must not decide about
-        # collectives: ranks that repeated different ones would wait for each other.
-        reductions = [op for op in ops if self._share and _is_reduction(op.key[0])]
-        budget -= sum(op.bytes for op in reductions)
-        self._saved = {op.key for op in reductions}
+        if self.saves_reductions:
+            budget -= sum(op.bytes for op in ops if _is_reduction(op.kind[0]))
+        self.saved = Counter()
         for op in ops:
-            if op.bytes <= budget and not op.key[0].startswith(COLLECTIVES):
-                budget -= op.bytes
-                self._saved.add(op.key)
+            if not op.kind[0].startswith(COLLECTIVES):
+                is_saved = op.bytes <= budget and op.kind not in tracer.mutated
+                budget -= op.bytes * is_saved
+                self.saved[op.kind] += is_saved
+                self._similar[op.similar] += is_saved
+        self._names = {kind[0] for kind, number in self.saved.items() if number}
         return (out,)
 
 
+def _kinds_of(name: str, results: list[Tensor], inputs: list[Tensor]) -> tuple[OpKind, OpKind]:
+    tensors = results + inputs
+    kind = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    similar = [(dtype, len(shape), shape[-1:]) for dtype, shape in kind]
+    return (name, *kind), (name, *similar)
+
+
+class _SaveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that saves the selected results of a call of a block.
+
+    Args:
+        budget: selects them.
+        results: gets the results of each operator, in the order of its calls; None: not saved.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, budget: MemoryBudget, results: dict[Any, list[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._should_save, self._results = budget.select(), results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in SAC_IGNORED_OPS:
+            saved = None
+            is_mutable = getattr(func, "_schema", None) is not None and func._schema.is_mutable
+            if not is_mutable and self._should_save(func.name(), out, (args, kwargs)):
+                saved = tree_map(_Saved, out)
+            self._results.setdefault(func, []).append(saved)
+        return out
+
+
+class _ReplayResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that returns a call's saved results in its recomputation.
+
+    An operator runs again if its result was not saved, or was modified in place since then.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: dict[Any, list[Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results
+        self._calls: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in SAC_IGNORED_OPS:
+            results, index = self._results.get(func, []), _count(self._calls, func)
+            saved = results[index] if index < len(results) else None
+            if saved is not None:
+                results[index] = None  # free the memory as soon as backward has used it
+                if all(leaf.is_unmodified() for leaf in tree_leaves(saved)):
+                    return tree_map(lambda leaf: leaf.value, saved)
+        return func(*args, **(kwargs or {}))
+
+
+class _Saved:
+    """A saved value, and the version of a tensor, which in-place operators increase."""
+
+    def __init__(self, value: Any) -> None:
+        is_tensor = isinstance(value, Tensor)
+        # Detached: else the graph that holds this object would hold itself.
+        self.value = detach_with_version(value) if is_tensor else value
+        self._version = value._version if is_tensor else 0
+
+    def is_unmodified(self) -> bool:
+        """Return True if no operator has modified the tensor since it was saved."""
+        return not isinstance(self.value, Tensor) or self.value._version == self._version
+
+
 class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records every operator whose result can be saved."""
+    """A dispatch mode that records every operator whose result can be saved.
+
+    Attributes:
+        ops: by the storage of the result.
+        mutated: kinds of results that a later operator modifies in place.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: dict[int, _OpCost] = {}  # by the storage of the result
-        self._calls: Counter[str] = Counter()
+        self.ops: dict[int, _OpCost] = {}
+        self.mutated: set[OpKind] = set()
         self._alive: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._alive.append(out)  # so that no two tensors have the same address
         name = func.name()
-        key = name, _count(self._calls, name)
         inputs = list(plain_tensors(tree_leaves((args, kwargs))))
         input_storages = {x.untyped_storage()._cdata for x in inputs}
-        if func._schema.is_mutable:
-            for storage in input_storages:  # a saved tensor must not change
-                self.ops.pop(storage, None)
+        if written := _written_tensors(func, args, kwargs or {}):
+            for tensor in written:
+                if op := self.ops.pop(tensor.untyped_storage()._cdata, None):
+                    self.mutated.add(op.kind)
             return out
         results = list(plain_tensors(tree_leaves(out)))
         new = [x for x in results if x.untyped_storage()._cdata not in input_storages]
-        if new:
+        if new and not name.startswith(CREATIONS):
             size = sum(x.nbytes for x in new)
             work = float(size + sum(x.nbytes for x in inputs))
             if name.startswith(COLLECTIVES):
                 work *= COLLECTIVE_COST
             work = max(work, _count_flops(name, inputs, results[0]) / FLOPS_PER_BYTE)
-            self.ops[new[0].untyped_storage()._cdata] = _OpCost(key, size, work)
+            kinds = _kinds_of(name, results, inputs)
+            self.ops[new[0].untyped_storage()._cdata] = _OpCost(*kinds, size, work)
         return out
+
+
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the inputs that an operator modifies in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:  # a higher-order operator has no schema
+        return []
+    names = [argument.name for argument in schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    return list(plain_tensors(tree_leaves([values.get(name) for name in written])))
 
 
 def _count_flops(name: str, inputs: list[Tensor], out: Tensor) -> float:

@@ -128,6 +128,17 @@ def set_activation_memory_budget(share: float) -> None:
     config.activation_memory_budget = share
 
 
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """Return a detached view that shares the tensor's version counter.
+
+    Inside a dispatch mode, ``Tensor.detach`` gives the view another one.
+    """
+    from torch.utils.checkpoint import _detach_helper
+
+    detached: Tensor = _detach_helper(tensor)  # type: ignore[no-untyped-call]
+    return detached
+
+
 def select_saved_results(
     policy: Callable[[], Callable[[str], bool]], cache_key: str
 ) -> dict[str, Any]:

@@ -375,6 +375,10 @@ def draw_job(
     shards = math.prod(parallel_degrees(overrides, axes).values())
     if base_model(overrides).num_experts and shards % 2 == 0 and rng.random() < 0.5:
         overrides.setdefault("parallel.ep", "2")
+    if "parallel.ep" in overrides and rng.random() < 0.5:  # rows do not fit: the step runs again
+        overrides.setdefault("parallel.ep_dispatch", "padded")
+        if overrides["parallel.ep_dispatch"] == "padded":
+            overrides.setdefault("parallel.ep_capacity_factor", "1")
     overrides = FIXED | {"train.seed": str(rng.randrange(4))} | overrides
     refusals: list[dict[str, Any]] = []
     overrides, case = _make_valid(overrides, [pinned, required], ranks, rng, refusals)

@@ -124,6 +124,7 @@ class VerifyReport:
     eval_loss_difference: float
     update_difference: float  # largest error of an update, relative to its length
     parameter_difference: float  # largest absolute error of a parameter's entry; not checked
+    overflows: int  # steps computed again, because rows of experts did not fit
     resumed: VerifyReport | None = None  # of the layout that resumed from this one's checkpoint
 
     def to_dict(self) -> dict[str, Any]:
@@ -360,6 +361,7 @@ def compare_to_reference(
         eval_loss_difference=eval_error,
         update_difference=max(error for (kind, _), error in errors if kind == "updates"),
         parameter_difference=max(rank.max_param_error for rank in ranks),
+        overflows=max(rank.overflows for rank in ranks),
     )
 
 

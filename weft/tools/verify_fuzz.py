@@ -82,6 +82,7 @@ class Outcome:
     seconds: float = 0.0
     command: str = ""  # reproduces the shrunk failure
     runs: int = 0  # jobs run to shrink it
+    overflows: int = 0  # steps computed again, because rows of experts did not fit
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class FuzzResult:
 def verify_job(job: RandomJob, corrupt: Corruption | None) -> Outcome:
     """Verify a job as ``weft verify`` does."""
     started = time.monotonic()
-    status, reason = "agreed", ""
+    status, reason, overflows = "agreed", "", 0
     try:
         report = verify(
             read_recipe(RECIPE, list(job.overrides.items())),
@@ -109,13 +110,15 @@ def verify_job(job: RandomJob, corrupt: Corruption | None) -> Outcome:
         if not report.holds:
             status = "failed"
         reason = report.reason
+        overflows = report.overflows + (report.resumed.overflows if report.resumed else 0)
     except InvalidConfig as error:
         status, reason = "refused", str(error)
     except RanksTimedOut as error:
         status, reason = "timed out", str(error)
     except (RanksFailed, WeftError) as error:
         status, reason = "crashed", str(error)
-    return Outcome(status, reason, round(time.monotonic() - started, 2))
+    seconds = round(time.monotonic() - started, 2)
+    return Outcome(status, reason, seconds, overflows=overflows)
 
 
 # --------------------------------------------------------------------------- shrinking
@@ -353,6 +356,7 @@ def summarize(count: int, done: Sequence[FuzzResult]) -> dict[str, Any]:
             for status in ("agreed", *FAILURE_STATUSES, "refused")
         },
         "resumed": sum(bool(result.job.resume) for result in done),
+        "overflowed": sum(result.outcome.overflows > 0 for result in done),
         "pairs": sum(tuple(sorted(pair)) in pairs for pair in goals),
         "possible_pairs": len(goals),
         "refusals": len(refused),
@@ -387,7 +391,8 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     lines = [
         "",
         f"{summary['jobs'] - summary['missing']} of {summary['jobs']} jobs of seed "
-        f"{summary['seed']}: {counts}; {summary['resumed']} resumed in another layout",
+        f"{summary['seed']}: {counts}; {summary['resumed']} resumed in another layout, "
+        f"{summary['overflowed']} overflowed the room for rows of experts",
         f"{summary['pairs']} of {summary['possible_pairs']} pairs of techniques; "
         f"{summary['refusals']} refusals; {summary['jobs_per_minute']} jobs per minute",
     ]

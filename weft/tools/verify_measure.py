@@ -114,6 +114,7 @@ class RankMeasurement(NamedTuple):
     steps: list[StepMeasurement]
     eval_loss: float
     max_param_error: float  # largest absolute error of a parameter's entry after a step
+    overflows: int  # steps computed again, because rows of experts did not fit
 
 
 def measure_rank(
@@ -150,7 +151,8 @@ def measure_rank(
             training.save_checkpoint(step)
     eval_loss = training.evaluate()
     training.tensors.save()
-    return RankMeasurement(initial, steps, eval_loss, training.tensors.max_param_error)
+    errors, overflows = training.tensors.max_param_error, training.count_overflows()
+    return RankMeasurement(initial, steps, eval_loss, errors, overflows)
 
 
 class _Training:
@@ -177,6 +179,11 @@ class _Training:
             if module in plan.family.blocks(part)
         }
         self._loader = _loader(plan, self._built.mesh)
+
+    def count_overflows(self) -> int:
+        """Return how many steps were computed again with exact sizes of exchanges."""
+        overflow = self._built.train_step.overflow
+        return overflow.take_count() if overflow is not None else 0
 
     def compare_initial(self, corrupt: Corruption | None) -> dict[str, TensorError]:
         """Return the errors of the initial parameters; then corrupt the layout."""
