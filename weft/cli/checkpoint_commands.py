@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count, directory, run_path
+from weft.cli.option_values import count, directory, local_path, run_path
 from weft.config.run_paths import absolute_dir
 
 
@@ -37,7 +37,7 @@ def add_import(commands: Commands) -> None:
     text = "name on the Hugging Face Hub; or directory or s3://bucket/prefix with config.json, "
     text += "safetensors and tokenizer.json; or of an adapter that PEFT wrote"
     add("source", metavar="MODEL", help=text)
-    add("run_dir", metavar="RUN_DIR", type=Path, help="new run directory")
+    add("run_dir", metavar="RUN_DIR", type=local_path, help="new run directory")
     text = "accept a tokenizer far smaller than the model's vocabulary"
     add("--force", action="store_true", help=text)
     text = "base model of an adapter (default: that which the adapter names)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count
+from weft.cli.option_values import count, local_path
 from weft.cluster import FAILED
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job, recipe_names
@@ -55,7 +55,7 @@ def add_data(commands: Commands) -> None:
         parser.add_argument("what", metavar="PATH|RECIPE", help="data, or a recipe that names it")
     verify = add_command(group, "verify", run_data_verify, VERIFY_HELP)
     text = "directory of a prepared store, or of a mixture of stores"
-    verify.add_argument("stores", metavar="STORE", type=Path, nargs="+", help=text)
+    verify.add_argument("stores", metavar="STORE", type=local_path, nargs="+", help=text)
 
 
 def run_data_prepare(options: argparse.Namespace) -> None:

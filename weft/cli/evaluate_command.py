@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import positive, run_path
+from weft.cli.option_values import local_path, positive, run_path
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.run_paths import absolute_dir
 
@@ -39,7 +38,7 @@ def add_evaluate(commands: Commands) -> None:
     add = add_command(commands, "evaluate", run_evaluate, __doc__).add_argument
     add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
     text = "multiple-choice task, a YAML file of the LM Evaluation Harness; repeatable"
-    add("--task", action="append", default=[], type=Path, metavar="FILE", help=text)
+    add("--task", action="append", default=[], type=local_path, metavar="FILE", help=text)
     add("--batch", type=positive, default=8, help="task batch size, in sequences (default: 8)")
     add("--json", action="store_true", help="print one JSON object per line instead")
 

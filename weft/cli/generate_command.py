@@ -18,11 +18,10 @@ import json
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
-from weft.cli.option_values import count, not_negative, positive, run_path
+from weft.cli.option_values import count, local_path, not_negative, positive, run_path
 from weft.config.errors import ConfigErrors
 from weft.config.escaping import raw_stream
 from weft.config.run_paths import absolute_dir
@@ -41,7 +40,7 @@ def add_generate(commands: Commands) -> None:
     text = "another prompt, which may begin with --; repeatable"
     add("--prompt", action="append", default=[], help=text)
     text = "file with one prompt per line; .jsonl: a string, or an object with 'prompt'"
-    add("--prompts", type=Path, metavar="FILE", help=text)
+    add("--prompts", type=local_path, metavar="FILE", help=text)
     add(
         "--chat",
         action="store_true",

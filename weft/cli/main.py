@@ -7,6 +7,7 @@ Each module ``*_command`` has one command, and each ``*_commands`` a few close o
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from weft.cli.verify_command import add_verify
 from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.escaping import escaping_stream, is_one_line
+from weft.config.files import describe_cause
 from weft.version import __version__
 
 GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
@@ -51,6 +53,10 @@ GROUPS: dict[str, tuple[Callable[[Commands], None], ...]] = {
     "Explain and repair a run": (add_report, add_diff, add_hang, add_rollback),
     "Help": (add_help, add_completion, add_schema),
 }
+
+# Errors of the machine's files rather than of weft; any other OSError shows its traceback.
+MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}
+MACHINE_ERRORS |= {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE}
 
 
 def build_parser() -> CommandParser:
@@ -98,9 +104,14 @@ def main(argv: list[str] | None = None) -> int:
     except WeftError as error:
         print(f"weft: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as in 'weft ... | head'
         return FAILED
+    except OSError as error:
+        if error.errno not in MACHINE_ERRORS or not error.filename:
+            raise
+        print(f"weft: {error.filename}: {describe_cause(error)}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED

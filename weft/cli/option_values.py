@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from weft.config.errors import ConfigErrors, WeftError
@@ -33,10 +34,28 @@ def not_negative(text: str) -> float:
     return value
 
 
+def local_path(text: str) -> Path:
+    """Parse the path of a file or directory of this machine; it need not exist."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL; name a local path")
+    path = Path(text)
+    try:
+        if path.is_dir():
+            os.stat(path / ".")  # fails if files in it cannot be opened
+    except OSError as error:
+        from weft.config.files import describe_cause
+
+        reason = describe_cause(error)
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be opened: {reason}") from error
+    return path
+
+
 def directory(text: str) -> Path:
     """Parse a directory, or the URL of an object store."""
     from weft.checkpoint.storage import open_directory
 
+    if "://" not in text:
+        return local_path(text)
     return open_directory(text)
 
 
@@ -44,7 +63,7 @@ def run_path(text: str) -> Path:
     """Parse a run directory, which its job.toml may name, or a checkpoint."""
     from weft.config.run_paths import run_directory
 
-    return run_directory(Path(text))
+    return run_directory(local_path(text))
 
 
 def parse_integer(name: str, text: str, low: int, high: int, errors: ConfigErrors) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import check_file, count, not_negative, run_path, write_file
+from weft.cli.option_values import check_file, count, local_path, not_negative, run_path, write_file
 from weft.cluster import FAILED
 from weft.config.errors import ConfigErrors
 from weft.config.run_paths import absolute_dir
@@ -20,7 +20,7 @@ def add_report(commands: Commands) -> None:
     add = add_command(commands, "report", run_report, takes_keys=False).add_argument
     add("runs", metavar="RUN", type=run_path, nargs="+", help="run directory")
     text = "output file (default: report.html in the run directory, or here for several runs)"
-    add("--out", metavar="FILE", type=Path, help=text)
+    add("--out", metavar="FILE", type=local_path, help=text)
     text = "serve the page on this machine's loopback interface and update it while the run trains"
     add("--serve", action="store_true", help=text)
     add("--port", type=count, default=8899, help="port of --serve; 0: any free one (default: 8899)")

@@ -45,7 +45,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
-from weft.cli.option_values import parse_integer
+from weft.cli.option_values import local_path, parse_integer
 from weft.cluster import FAILED, INTERRUPTED
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 
@@ -63,7 +63,7 @@ def add_verify(commands: Commands) -> None:
     add("--seed", default="0", help="with --fuzz: seed of the jobs (default: 0)")
     add("--minutes", metavar="M", help="with --fuzz: start no job after M minutes")
     text = "with --fuzz: results, one line per job (default: runs/verify-fuzz-SEED.jsonl)"
-    add("--log", type=Path, metavar="FILE", help=text)
+    add("--log", type=local_path, metavar="FILE", help=text)
     add("--json", action="store_true", help="print one JSON object instead")
 
 

@@ -43,7 +43,10 @@ class ConfigError:
 
     def __str__(self) -> str:
         """Return the error as sentences: key, value and rule, then the remedy."""
-        shown = json.dumps(self.value) if isinstance(self.value, bool | str) else str(self.value)
+        shown = str(self.value)
+        if isinstance(self.value, bool | str):
+            readable = isinstance(self.value, str) and self.value.isprintable()
+            shown = json.dumps(self.value, ensure_ascii=not readable)
         text = self.key if self.value is MISSING else f"{self.key}={shown}"
         for part in filter(None, (self.rule, capitalize(self.remedy))):
             text += "\n" if "\n" in text else " "  # a remedy follows a list on its own line

@@ -27,7 +27,7 @@ from weft.checkpoint.weight_files import (
     publish_directory,
     write_weight_files,
 )
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
 from weft.data.document_tokens import (
     IMPORTED_DIR,
     find_affixes,
@@ -204,8 +204,18 @@ def count_progress(message: str, num_bytes: int, report: Report) -> Callable[[in
 
 
 def path_exists(path: Path) -> bool:
-    """Return True if the path exists, even as a broken link."""
-    return path.exists() if is_remote(path) else os.path.lexists(path)
+    """Return True if the path exists, even as a broken link.
+
+    Raises:
+        WeftError: if an object store cannot be asked.
+    """
+    if not is_remote(path):
+        return os.path.lexists(path)
+    try:
+        return path.exists()
+    except Exception as error:  # of any type, from the store's package
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise WeftError(f"{path}: the object store cannot be reached: {reason}") from error
 
 
 def _parse_size(text: str, errors: ConfigErrors) -> int:

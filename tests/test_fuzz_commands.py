@@ -1,0 +1,81 @@
+"""Random command lines: every command ends with a documented status and a clear message."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.command_fuzz import draw, fuzz, leaves, make_inputs
+from weft.cli.main import build_parser, main
+from weft.tools.hf_convert import path_exists
+
+FEW = 120
+MANY = 1200
+
+
+@pytest.fixture(scope="module")
+def inputs(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("fuzz") / "inputs", store_path)
+
+
+def test_draw_reaches_every_command() -> None:
+    drawn = [tuple(draw(f"0 {number}").words) for number in range(600)]
+    for path, _ in leaves(build_parser()):
+        assert any(words[: len(path)] == path for words in drawn), path
+
+
+def test_command_of_random_words_ends_with_a_message(inputs: Path, tmp_path: Path) -> None:
+    assert fuzz(inputs, tmp_path / "fuzz", 0, FEW, bounded=True, limit=60) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("bounded", [True, False])
+def test_command_of_many_random_words_ends_with_a_message(
+    bounded: bool, inputs: Path, tmp_path: Path
+) -> None:
+    seed = random.randrange(10**9)
+    assert fuzz(inputs, tmp_path / "fuzz", seed, MANY, bounded, limit=120) == []
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "s3://bucket/run"])
+@pytest.mark.parametrize(
+    "words", [["hang"], ["diff", "a"], ["report", "a", "--out"], ["data", "verify"], ["generate"]]
+)
+def test_path_that_cannot_be_opened_is_a_usage_error(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, text])
+    assert f"{text!r} " in capsys.readouterr().err
+
+
+def test_main_with_a_file_that_may_not_be_read_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: object, *args: object, **kwargs: object) -> os.stat_result:
+        if str(path).endswith("job.toml"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", refuse)
+    assert main(["hang", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"weft: {tmp_path}/job.toml: permission denied\n"
+
+
+def test_export_to_a_store_without_credentials_names_the_reason(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(inputs))
+    assert main(["export", str(inputs / "run"), "s3://bucket/without/credentials"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("weft: s3://bucket/without/credentials: the object store cannot be")
+    assert "Unable to locate credentials" in message
+    assert not path_exists(inputs / "new")
