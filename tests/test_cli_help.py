@@ -18,6 +18,7 @@ from weft.cli.help_command import describe_key
 from weft.cli.main import build_parser, main
 from weft.config.reader import recipe_names
 from weft.config.schema import keys
+from weft.models.decoder_config import DecoderConfig
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -82,6 +83,53 @@ def test_help_unknown_topic_has_a_suggestion(
 ) -> None:
     assert main(["help", topic]) == 2
     assert remedy in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("topic", ["model", "keys"])
+def test_help_lists_the_fields_of_the_model(capsys: pytest.CaptureFixture[str], topic: str) -> None:
+    text = output(capsys, "help", topic)
+    for name, field in DecoderConfig.model_fields.items():
+        assert re.search(
+            rf"^  model\.{name} +\S*{re.escape(json.dumps(field.default))[:9]}", text, re.M
+        )
+    assert "Fields of the model" in text
+    assert "weft help model" in output(capsys, "help", "train")
+
+
+@pytest.mark.parametrize(
+    ("topic", "key"),
+    [
+        ("model.hidden_size", "model.dim"),
+        ("--hidden-size", "model.dim"),
+        ("--num-layers", "model.num_layers"),
+        ("n_layer", "model.num_layers"),
+        ("n_head", "model.num_heads"),
+        ("n_embd", "model.dim"),
+        ("num_hidden_layers", "model.num_layers"),
+        ("intermediate_size", "model.ffn_dim"),
+        ("max_position_embeddings", "model.max_seq_len"),
+        ("num_key_value_heads", "model.num_kv_heads"),
+    ],
+)
+def test_name_of_a_field_elsewhere_is_answered_with_the_field(
+    capsys: pytest.CaptureFixture[str], topic: str, key: str
+) -> None:
+    name = topic.lstrip("-")  # a word after 'weft help' has none
+    for words in (["help", name], ["plan", "demo", f"--{name}", "8"]):
+        assert main(words) == 2
+        assert f"Use {key}." in capsys.readouterr().err
+
+
+def test_help_word_lists_the_keys_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "help", "batch")
+    assert "train.global_batch_size" in text
+    assert "train.microbatch_size" in text
+    assert "optim.lr " not in text
+    assert "model.sliding_window" in output(capsys, "help", "window")
+
+
+def test_weft_without_words_gives_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys) == output(capsys, "help")
 
 
 def test_help_keys_fit_a_narrow_terminal(

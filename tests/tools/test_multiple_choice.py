@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,33 @@ def test_score_equals_the_harness_and_transformers(
     # transformers prints an incomplete last character, weft omits it.
     theirs_until = [text.rstrip("\ufffd") for text in hf.generate_until(requests)]
     assert lm.generate_until(requests) == theirs_until
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_documented_harness_command_runs_without_a_gpu(
+    run: Path, task_file: Path, tmp_path: Path
+) -> None:
+    """The harness passes device cuda:0 if the command names none."""
+    pytest.importorskip("lm_eval")
+    text = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text("utf-8")
+    (line,) = re.findall(r"^python -m (weft\.tools\.lm_eval_model .*)$", text, re.M)
+    line = line.replace("runs/mine", str(run)).replace("arc_easy,hellaswag", "continue_it")
+    words = [sys.executable, "-m", *line.split(), "--include_path", str(task_file.parent)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "acc_norm" in done.stdout
+
+
+def test_device_of_the_harness_is_no_wish_without_a_gpu(run: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from weft.tools.lm_eval_model import WeftLM
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert WeftLM(str(run), device="cuda:0").model.device.type == "cpu"
 
 
 def make_instance(kind: Any, *arguments: Any) -> Any:

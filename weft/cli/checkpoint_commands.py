@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import count, directory, local_path, run_path
+from weft.config.errors import ConfigErrors
 from weft.config.run_paths import absolute_dir
 
 
@@ -42,6 +45,9 @@ def add_import(commands: Commands) -> None:
     add("--force", action="store_true", help=text)
     text = "base model of an adapter (default: that which the adapter names)"
     add("--base", metavar="MODEL", default="", help=text)
+    text = "directory with config.json and tokenizer.json of a model in the format of "
+    text += "torch.distributed.checkpoint, as TorchTitan writes it"
+    add("--assets", metavar="DIRECTORY", type=local_path, help=text)
     text = "leave out the layers of multi-token prediction"
     add("--no-mtp", action="store_true", help=text)
 
@@ -71,21 +77,39 @@ def run_export(options: argparse.Namespace) -> None:
 
 def run_import(options: argparse.Namespace) -> None:
     """Import a Hugging Face model, or an adapter, as a run, to train it further."""
+    from weft.checkpoint.distributed_checkpoint import is_distributed_checkpoint
+    from weft.checkpoint.storage import is_remote
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.plan.model_config import HUB_NAME, locate_model
     from weft.tools.adapter_path import locate_import
+    from weft.tools.dcp_import import convert_checkpoint
+    from weft.tools.hf_convert import check_out
     from weft.tools.hf_import import import_model
 
     if HUB_NAME.fullmatch(options.source) and not Path(options.source).exists():
         source = locate_model(options.source, with_weights=True, key="MODEL")
     else:
         source = directory(options.source)
-    model, adapter = locate_import(source.absolute(), options.base)
-    console = quiet_console(sys.stdout)
-    with show_progress(console) as show:
+    console, errors, path = quiet_console(sys.stdout), ConfigErrors(), ""
+    with ExitStack() as stack:
+        if not is_remote(source) and is_distributed_checkpoint(source):
+            run_dir, path = options.run_dir.absolute(), str(source.absolute())
+            check_out(errors, "run_dir", run_dir, 0)
+            errors.raise_any()
+            above = next(parent for parent in run_dir.parents if parent.exists())
+            temporary = tempfile.TemporaryDirectory(prefix=".import-", dir=above)
+            converted = Path(stack.enter_context(temporary))
+            convert_checkpoint(source, options.assets, converted)
+            source = converted
+        elif options.assets:
+            rule = "is for a directory of torch.distributed.checkpoint"
+            errors.add("--assets", rule, "remove it", value=str(options.assets))
+            errors.raise_any()
+        model, adapter = locate_import(source.absolute(), options.base)
+        show = stack.enter_context(show_progress(console))
         paths = (model.absolute(), options.run_dir.absolute())
-        summary = import_model(*paths, show, options.force, not options.no_mtp, adapter)
+        summary = import_model(*paths, show, options.force, not options.no_mtp, adapter, path)
     recipe = shlex.quote(str(options.run_dir / "job.toml"))
     command = f"weft train {recipe} --data.path FILE_OR_DIRECTORY"
     console.print(f"{summary}\nnext:  {command}", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import textwrap
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
 from weft.config.errors import ConfigError, InvalidConfig, find_misspelled
-from weft.config.peer_names import PROJECTS, load_peer_names
+from weft.config.peer_names import PROJECTS, describe_peer_name, load_peer_names
 from weft.config.reader import nearest_key
 from weft.config.schema import MOST, SECTIONS, keys
 
@@ -27,6 +28,7 @@ def run_help(options: argparse.Namespace) -> None:
     """Explain a command, a configuration key, a section, or 'keys': all of them.
 
     weft help train
+    weft help batch         keys that have the word in their name or description
     weft help optim.lr
     weft help optim
     """
@@ -43,7 +45,9 @@ def run_help(options: argparse.Namespace) -> None:
         elif topic in _model_keys():
             print(describe_key(topic, _model_keys()[topic]))
         elif topic == "keys" or topic in SECTIONS:
-            print(list_keys("" if topic == "keys" else topic))
+            print(list_keys("" if topic == "keys" else topic, _model_fields()))
+        elif not describe_peer_name(topic) and (found := find_keys(topic)):
+            print("\n".join([f"keys about {topic!r}:", *found]))
         else:
             rule = "is neither a command, a key nor a section"
             names = [*parser.subcommands(), *SECTIONS]
@@ -52,10 +56,12 @@ def run_help(options: argparse.Namespace) -> None:
             raise InvalidConfig([ConfigError("TOPIC", topic, rule, remedy)])
 
 
-def list_keys(section: str = "") -> str:
+def list_keys(section: str = "", fields: type[BaseModel] | None = None) -> str:
     """Return every key with its default and description, as wide as the terminal.
 
-    ``section``: only the keys of this one.
+    Args:
+        section: only the keys of this one.
+        fields: the model's fields, to list them, too; None: say how to list them.
     """
     lines = [] if section else ["keys; override them as --section.key value:"]
     for name, kind in SECTIONS.items():
@@ -64,9 +70,41 @@ def list_keys(section: str = "") -> str:
         lines += [""] if lines else []
         for key, field in kind.model_fields.items():
             lines += _wrap(f"{name}.{key}", json.dumps(field.default), field.description or "")
-        if kind.model_config["extra"] == "allow":
-            lines += _wrap(f"{name}.<field>", "", "any field of the model's configuration")
+        if kind.model_config["extra"] == "allow" and fields is None:
+            text = "fields of the model, such as model.num_layers: weft help model"
+            lines += _wrap(f"{name}.<field>", "", text)
+        elif kind.model_config["extra"] == "allow" and fields is not None:
+            lines += ["", "  Fields of the model; a preset has its own values:"]
+            for key, field in fields.model_fields.items():
+                lines += _wrap(f"{name}.{key}", json.dumps(field.default), field.description or "")
     return "\n".join(lines)
+
+
+def find_keys(word: str) -> list[str]:
+    """Return lines about the keys with a word in name, description or synonyms."""
+    kinds: dict[str, type[BaseModel]] = {
+        f"{name}.{key}": kind for name, kind in SECTIONS.items() for key in kind.model_fields
+    }
+    kinds |= _model_keys()
+    wanted = word.lower().replace("-", "_")
+    texts = {key: kind.model_fields[key.partition(".")[2]] for key, kind in kinds.items()}
+    words = {key: " ".join(names.values()) for key, names in load_peer_names().items()}
+    named = [key for key in texts if wanted in key]
+    plain = wanted.replace("_", " ")
+    described = [
+        key
+        for key, field in texts.items()
+        if key not in named
+        and any(
+            re.search(rf"\b{re.escape(plain)}", text.lower().replace("_", " "))
+            for text in (field.description or "", words.get(key, ""))
+        )
+    ]
+    lines = []
+    for key in [*named, *described]:
+        default = json.dumps(texts[key].default)
+        lines += _wrap(key, default, texts[key].description or "")
+    return lines
 
 
 def _wrap(key: str, default: str, description: str) -> list[str]:
@@ -83,11 +121,16 @@ def _indents(first: str, rest: str) -> dict[str, Any]:
     return {"initial_indent": first, "subsequent_indent": rest, "break_long_words": False}
 
 
-def _model_keys() -> dict[str, type[BaseModel]]:
-    """Return the keys of the model families that weft configures, with their class."""
+def _model_fields() -> type[BaseModel]:
+    """Return the class with the fields of the model families that weft configures."""
     from weft.models.decoder_config import DecoderConfig  # imports torch
 
-    return {f"model.{field}": DecoderConfig for field in DecoderConfig.model_fields}
+    return DecoderConfig
+
+
+def _model_keys() -> dict[str, type[BaseModel]]:
+    """Return the keys of the model families that weft configures, with their class."""
+    return {f"model.{field}": _model_fields() for field in _model_fields().model_fields}
 
 
 def describe_key(name: str, kind: type[BaseModel] | None = None) -> str:

@@ -94,6 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         parser = build_parser()
+        if not words:
+            parser.print_help()
+            return 0
         options = parser.parse_args(words, argparse.Namespace(words=words, parser=parser))
         return options.function(options) or 0
     except InvalidConfig as error:

@@ -262,7 +262,12 @@ def _read_model(directory: Path, path: str) -> ModelSection:
     else:
         rule = "" if isinstance(tree, dict) else "has a config.json that is not an object"
     if rule:
-        raise InvalidConfig([ConfigError("model.path", path, rule, PATH_REMEDY)])
+        remedy = PATH_REMEDY
+        if (directory / ".metadata").is_file():
+            rule = "is a directory of torch.distributed.checkpoint"
+            remedy = f"import it once: weft import {path} RUN_DIRECTORY --assets DIRECTORY, with "
+            remedy += "the directory of the model's config.json. Then give that run directory"
+        raise InvalidConfig([ConfigError("model.path", path, rule, remedy)])
     kind, problems = detect_family(tree, FAMILIES)
     if kind is not None:
         config, problems = from_hf_config(FAMILIES[kind], tree)

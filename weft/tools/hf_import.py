@@ -111,6 +111,7 @@ def import_model(
     force: bool = False,
     with_mtp: bool = True,
     adapter: Path | None = None,
+    path: str = "",
 ) -> str:
     """Import a Hugging Face directory as a run with a checkpoint of step 0.
 
@@ -121,6 +122,7 @@ def import_model(
         force: accept a tokenizer that is far smaller than the model's vocabulary.
         with_mtp: import the layers of multi-token prediction.
         adapter: directory of an adapter of this model, to train it further.
+        path: the ``model.path`` of the run; '': ``source``.
 
     Returns:
         A message for the user.
@@ -130,7 +132,7 @@ def import_model(
     """
     errors = ConfigErrors()
     with store_errors(source):
-        model = open_hf_source(source, str(source), force, errors, with_mtp)
+        model = open_hf_source(source, path or str(source), force, errors, with_mtp)
     lora = LoraSection()
     if model is not None and adapter is not None:
         config, _ = resolve_section(model.section)

@@ -25,6 +25,7 @@ from weft.tools.evaluate import compute_log_probs
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequence
 from weft.tools.inference_model import find_checkpoint, load_local_model
 
+HARNESS_DEFAULT_DEVICE = "cuda:0"
 MAX_NEW_TOKENS = 256  # default limit of a generated answer
 
 
@@ -34,7 +35,8 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
     Args:
         path: a run directory, or one of its checkpoints.
         batch_size: number of sequences.
-        device: cpu or cuda; None: a GPU if there is one.
+        device: cpu or cuda; None: a GPU if there is one.  ``cuda:0``, which the harness passes if
+            the user names no device, means the same on a machine without a GPU.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         checkpoint = find_checkpoint(Path(path).resolve())
+        if device == HARNESS_DEFAULT_DEVICE and not torch.cuda.is_available():
+            device = None
         self.model = load_local_model(checkpoint, torch.device(device) if device else None)
         self.chat_format = load_chat_format(checkpoint)
         self.batch_size = int(batch_size)
