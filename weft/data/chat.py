@@ -38,6 +38,7 @@ from tokenizers import Tokenizer, processors
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import DataSection
 from weft.data.document_tokens import load_document_tokens
+from weft.data.render_limits import RenderLimitError, limit_rendering
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.data.tokenizer import load_tokenizer
 
@@ -255,9 +256,9 @@ class ChatTemplate:
         content = [{"type": "text", "text": "weft"}]
         messages = [{"role": role, "content": content} for role in ("user", "assistant")]
         try:
-            text: str = self._compiled[name].render(
-                messages=messages, tools=None, add_generation_prompt=False, **self.special_tokens
-            )
+            text = self._render(name, messages=messages, tools=None, add_generation_prompt=False)
+        except InvalidConfig:
+            raise
         except Exception:  # any type, of the template
             return False
         return "weft" in text and "'weft'" not in text and '"weft"' not in text
@@ -272,21 +273,34 @@ class ChatTemplate:
 
         Raises:
             InvalidConversation: the template raises an error.
+            InvalidConfig: the template needs too much time or memory.
         """
         name, messages = self._template_name(example), example.messages[:num_messages]
         if not self._reads_parts[name]:
             messages = [_join_parts(message) for message in messages]
         try:
-            text: str = self._compiled[name].render(
+            return self._render(
+                name,
                 messages=messages,
                 tools=example.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
             )
+        except InvalidConfig:
+            raise
         except Exception as error:  # any type, of the template
             raise InvalidConversation(f"the chat template rejects it: {error}") from None
-        return text
+
+    def _render(self, name: str, **variables: Any) -> str:
+        try:
+            with limit_rendering():
+                text: str = self._compiled[name].render(**variables, **self.special_tokens)
+                return text
+        except RenderLimitError as error:  # the next conversation would take as long
+            rule, remedy = f"{error} for one conversation", "give another template"
+            raise InvalidConfig(
+                [ConfigError("data.chat_template", self.path, rule, remedy)]
+            ) from None
 
     def render_with_spans(
         self, example: Example, ending: re.Pattern[str]
@@ -402,7 +416,8 @@ def _compile_template(source: str) -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment.from_string(source)
+    with limit_rendering():
+        return environment.from_string(source)
 
 
 def load_chat_template(section: DataSection) -> ChatTemplate:
@@ -450,6 +465,10 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
         return ChatTemplate(sources, special, str(directory / TOKENIZER_CONFIG_FILE))
     except jinja2.TemplateError as error:
         rule = f"is not a chat template: line {getattr(error, 'lineno', '?')}: {error}"
+    except (RecursionError, SyntaxError) as error:  # of Python, to which Jinja compiles it
+        rule = f"is not a chat template: it is nested too deeply ({type(error).__name__})"
+    except RenderLimitError as error:
+        rule = f"is not a chat template: compiling it {error}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {error}"
     raise InvalidConfig([ConfigError(key, value, rule, "give a file that transformers can read")])

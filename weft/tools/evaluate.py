@@ -38,6 +38,7 @@ from weft.data.document_tokens import find_affixes
 from weft.data.loader import IGNORE_INDEX, Batch, build_mixture, evaluation_batches
 from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.prepared_cache import Report, progress_counter
+from weft.data.render_limits import RenderLimitError, limit_rendering
 from weft.data.token_store import Split, SplitName, Store
 from weft.plan.plan import Plan
 from weft.tools.generate import ChatFormat
@@ -359,7 +360,11 @@ def _render(template: str, document: Json) -> Any:
     if template in document:
         return document[template]
     environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(template).render(**document)
+    try:
+        with limit_rendering():
+            return environment.from_string(template).render(**document)
+    except RenderLimitError as error:
+        raise ValueError(f"a template {error}") from None
 
 
 # --------------------------------------------------------------------------- scores
