@@ -247,6 +247,8 @@ def open_hf_source(
         kept = f"are {'imported' if with_mtp else 'not imported'}"
         mtp_note = f"layers of multi-token prediction (model.mtp_layers={read_layers}) {kept}"
         note = f"{note}\n{mtp_note}" if note else mtp_note
+    tree = read_json_object(source / "config.json", errors) or {}
+    note = "\n".join(filter(None, [note, *_describe_training(tree, model[1])]))
     files = {f"{SOURCE_DIR}/{name}": source / name for name in companions}
     return ModelSource(
         source.name,
@@ -323,6 +325,27 @@ def _read_config(source: Path, errors: ConfigErrors) -> tuple[str, Any]:
             config, config_errors = from_hf_config(FAMILIES[kind], tree)
         errors += config_errors
     return kind or "", config and keep_mtp_layers(source, config)
+
+
+# Fields of ``config.json`` that ask for something in training that weft does not do.
+UNAPPLIED_FIELDS = {
+    "attention_dropout": "weft trains the model without dropout",
+    "residual_dropout": "weft trains the model without dropout",
+    "aux_loss_alpha": "model.router_aux_loss_coef is such a loss",
+}
+
+
+def _describe_training(tree: dict[str, Any], config: Any) -> Iterator[str]:
+    """Yield how training departs from a ``config.json``, or from transformers'."""
+    for name, reason in UNAPPLIED_FIELDS.items():
+        if tree.get(name):
+            yield f"{name}={tree[name]} in config.json is not applied: {reason}"
+    rate = getattr(config, "balance_rate", 0.0)
+    if rate and getattr(config, "num_experts", 0):
+        yield (
+            f"each step moves the load-balance biases of the routers by model.balance_rate={rate:g}"
+            ", except with LoRA; set it to 0 to keep them, as transformers does"
+        )
 
 
 def _check_companion(path: Path, errors: ConfigErrors) -> None:
