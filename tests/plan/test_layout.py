@@ -105,11 +105,11 @@ REFUSALS = [
     ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "(ulysses)", "ring",
      "cp=8 tp=2 cp_method=ring train.global_batch_size=1"),
     # Pipelines: layers, microbatches, schedules.
-    ("pp=12 train.microbatch_size=1", 12, "pp", "12 stages, but the model has only 8", "at most 10",
-     "pp=10 train.microbatch_size=1"),
+    ("pp=12 train.microbatch_size=1", 12, "pp", "12 stages, but the model has only 8",
+     "1, 2, 3, 4 or 6", "pp=6 train.microbatch_size=1"),
     ("pp=8 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1",
      8, "pp",
-     "16 stages, but the model has only 8", "at most 5",
+     "16 stages, but the model has only 8", "1, 2 or 4",
      "pp=4 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1 "
      "dp_shard=2"),
     ("pp=4 train.microbatch_size=8", 4, "train.microbatch_size",
@@ -124,7 +124,7 @@ REFUSALS = [
     ("pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=1 train.global_batch_size=9", 4,
      "train.microbatch_size", "a number m that", "use 2",
      "pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=2"),
-    ("pp=2 pipeline.schedule=1F2B", 2, "pipeline.schedule", "is not a known schedule", "'1F1B'",
+    ("pp=2 pipeline.schedule=1F2B", 2, "pipeline.schedule", "is not a known schedule", "1F1B",
      "pp=2"),
     ("pp=2 pipeline.stages_per_rank=2", 2, "pipeline.stages_per_rank", "1F1B, which has 1", "auto",
      "pp=2"),

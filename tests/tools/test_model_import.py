@@ -133,7 +133,7 @@ def test_import_of_a_weft_run_has_its_newest_weights(source: Path, tmp_path: Pat
 def test_import_refuses_what_is_wrong_before_it_writes(source: Path, tmp_path: Path) -> None:
     _, plan = prepare(tmp_path, source)
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5e-4}))
     with pytest.raises(InvalidConfig, match="its configuration has changed"):
         open_source(plan)
     (source / "model.safetensors").unlink()

@@ -144,7 +144,7 @@ def find_misspelled(name: str, known: Iterable[str]) -> str:
     known = list(known)
     words = _split_words(name)
     right = {_singular(word) for other in known for word in _split_words(other)}
-    capitals = re.findall("[A-Z]", name)
+    capitals = [] if name.isalpha() and name.isupper() else re.findall("[A-Z]", name)
     distances: dict[str, int] = {}
     for other in known:
         theirs = _split_words(other)

@@ -34,6 +34,9 @@ Auto = Literal["auto"]
 MOST = 2**31 - 1
 
 
+MIN_VOCAB_SIZE = 257  # of a tokenizer that weft trains: every byte, and the end of a document
+
+
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 
 
@@ -126,6 +129,22 @@ class RunSection(Section):
         return str(self.nodes)
 
 
+# Keys of a model that may be set beside ``model.path``: no weight depends on them.
+POSITION_KEYS = (
+    "max_seq_len",
+    "rope_theta",
+    "rope_local_theta",
+    "rope_scaling",
+    "rope_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_context",
+    "rope_beta_fast",
+    "rope_beta_slow",
+    "rope_magnitude",
+)
+
+
 class ModelSection(Section):
     """Model family and size; more keys override fields of the configuration."""
 
@@ -133,8 +152,9 @@ class ModelSection(Section):
 
     path: Name = key(
         "",
-        "model to train further, in place of all other model keys: a Hugging Face directory, "
-        "org/name on the Hub, or a weft run; its weights are imported at the first start",
+        "model to train further, in place of all other model keys but those of positions "
+        "(max_seq_len, rope_theta, ...): a Hugging Face directory, org/name on the Hub, or a weft "
+        "run; its weights are imported at the first start",
     )
     kind: Text = key("llama", "model family, or module:attribute of your own")
     preset: Name = key("toy", "named size of the family")
@@ -181,7 +201,7 @@ class DataSection(Section):
         "Jinja file that formats a conversation; auto: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer",
     )
-    vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
+    vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=MOST)] = key(
         4096, "vocabulary size of the tokenizer that data.tokenizer=train trains"
     )
     validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = key(

@@ -26,7 +26,7 @@ def check(config: DecoderConfig) -> ConfigErrors:
     elif config.key_dim % 2:
         rule, remedy = "is odd, and rotary positions rotate pairs", f"use {config.key_dim + 1}"
         errors.add("model.head_dim", rule, remedy)
-    elif config.rope_dim % 2 or config.rope_dim < 2:
+    elif not config.kv_rank and (config.rope_dim % 2 or config.rope_dim < 2):
         rule = f"rotates {config.rope_dim} of {config.key_dim} elements, not an even number"
         errors.add("model.rope_fraction", rule, "use 1 or 0.5", ("model.head_dim", "model.kv_rank"))
     if num_heads % num_kv_heads:
@@ -66,7 +66,10 @@ def _check_attention(errors: ConfigErrors, config: DecoderConfig) -> None:
     if config.kv_rank:
         if not 0 < config.rope_head_dim < config.key_dim:
             rule = f"must be between 0 and head_dim={config.key_dim} with model.kv_rank"
-            errors.add("model.rope_head_dim", rule, f"use {config.key_dim // 2}")
+            errors.add("model.rope_head_dim", rule, f"use {max(2, config.key_dim // 4 * 2)}")
+        elif config.rope_head_dim % 2:
+            rule = "is odd, and rotary positions rotate pairs"
+            errors.add("model.rope_head_dim", rule, f"use {config.rope_head_dim + 1}")
         if config.num_kv_heads != config.num_heads:
             rule = "must equal model.num_heads with model.kv_rank, which has no groups of heads"
             errors.add("model.num_kv_heads", rule, f"use {config.num_heads}")

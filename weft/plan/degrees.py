@@ -52,11 +52,16 @@ class ParallelDims:
 
 
 def resolve_degrees(
-    errors: ConfigErrors, parallel: ParallelSection, world_size: int, num_nodes: int = 1
+    errors: ConfigErrors,
+    parallel: ParallelSection,
+    world_size: int,
+    num_nodes: int = 1,
+    max_ranks: int | None = None,
 ) -> ParallelDims:
     """Return the degrees; ``dp_shard = "fit"`` takes all remaining ranks.
 
-    If there are errors, the degrees are the nearest that other rules can check.
+    If there are errors, the degrees are the nearest that other rules can check.  ``max_ranks``:
+    ranks that the nodes can have; no remedy names more.
     """
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
     unit = parallel.ranks_per_shard
@@ -70,16 +75,24 @@ def resolve_degrees(
         name = next(iter(above_one))
         others = " and ".join(f"{other}={n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
-        valid = format_choices(divisors(world_size)) if not others else ""
-        ranks = format_ranks([unit], num_nodes) + (f" or a multiple of {unit}" if unit > 1 else "")
-        remedy = f"use {valid}, or {ranks}" if valid else f"use {ranks}"
+        rest = unit // above_one[name]
+        choices = []
+        if world_size % rest == 0:
+            choices.append(format_choices(divisors(world_size // rest)))
+        if max_ranks is None or unit <= max_ranks:
+            choices.append(f"{format_ranks([unit], num_nodes)} or a multiple of {unit}")
+        remedy = f"use {', or '.join(choices)}" if choices else "use smaller degrees"
         rule = f"{times}does not divide the {world_size} ranks"
         errors.add(f"parallel.{name}", rule, remedy, depends)
     elif not is_automatic and unit * dp_shard != world_size:
         valid = f"use {world_size // unit}, or auto" if world_size % unit == 0 else "use auto"
         others = ", ".join(f"{other}={n}" for other, n in above_one.items())
         rule = f"times {others} " * bool(others) + f"is not equal to the {world_size} ranks"
-        remedy = f"{valid}, or {format_ranks([unit * dp_shard], num_nodes)}"
+        remedy = valid
+        if max_ranks is None or unit * dp_shard <= max_ranks:
+            remedy += f", or {format_ranks([unit * dp_shard], num_nodes)}"
+        elif world_size % unit:
+            remedy = f"{valid}, and smaller degrees than {others}"
         errors.add("parallel.dp_shard", rule, remedy, depends)
     mesh = parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp
     return ParallelDims(*mesh, parallel.ep, parallel.has_whole_experts)

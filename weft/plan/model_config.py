@@ -15,10 +15,14 @@ from typing import Any
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.reader import check_section, read_job
-from weft.config.schema import Job, ModelSection, Section, replace
+from weft.config.schema import POSITION_KEYS, Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
-from weft.models.hf_mapping import TRAINING_KEYS, detect_family, from_hf_config
+from weft.models.hf_mapping import TRAINING_KEYS, check_hf_config, detect_family, from_hf_config
 
+RESIZE_REMEDY = (
+    "weft does not resize the vocabulary of a model. transformers does: "
+    "model.resize_token_embeddings(N), then model.save_pretrained(DIRECTORY)"
+)
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
 PATH_REMEDY = (
     "give a directory with config.json, safetensors and tokenizer.json, org/name of the Hugging "
@@ -29,7 +33,7 @@ SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 1 << 20, 100 << 20
-NO_MTP = {"mtp_layers": 0}  # the only key of a model that may be set beside model.path
+NO_MTP = {"mtp_layers": 0}  # may be set beside model.path, as `POSITION_KEYS` may
 
 
 def resolve_model(
@@ -119,7 +123,12 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     if saved is not None and (
         is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
     ):
-        section, directory = saved.model, run_dir
+        given = section.overrides()  # a change is an error of `weft.train.job_checks`
+        changed = {k: v for k, v in given.items() if is_named and k in POSITION_KEYS}
+        section, directory = (
+            ModelSection.model_validate(saved.model.model_dump() | changed),
+            run_dir,
+        )
     elif section.path == REQUIRED:
         errors.add("model.path", "is not set", PATH_REMEDY, value="")
         return job, errors
@@ -127,19 +136,24 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         return job, errors
     else:
         fields = {k: v for k, v in section.overrides().items() if k not in TRAINING_KEYS}
-        if fields and fields != NO_MTP and not is_complete(section):
-            for name, value in fields.items():
-                rule = "cannot be set beside model.path, which decides it"
-                remedy = "remove one of the two"
-                if name in NO_MTP:
-                    remedy = "remove it, or use 0 to leave out what predicts several tokens"
-                errors.add(f"model.{name}", rule, remedy, value=value)
+        kept = {k: v for k, v in fields.items() if k in POSITION_KEYS or NO_MTP.get(k) == v}
+        is_whole = fields != kept and is_complete(section)
+        for name in () if is_whole else fields.keys() - kept.keys():
+            rule = "cannot be set beside model.path, which decides it"
+            remedy = "remove it"
+            if name in NO_MTP:
+                remedy = "remove it, or use 0 to leave out what predicts several tokens"
+            elif name == "vocab_size":
+                remedy = f"remove it: {RESIZE_REMEDY}"
+            errors.add(f"model.{name}", rule, remedy, value=fields[name])
+        if errors:
             return job, errors
         with errors.collect():
             directory = locate_model(section.path)
-            if not fields or fields == NO_MTP:
+            if not is_whole:
                 read = _read_model(directory, section.path)
-                section = ModelSection.model_validate(read.model_dump() | fields)
+                section = ModelSection.model_validate(read.model_dump() | kept)
+                errors += check_positions(section, read)
     if errors:
         return job, errors
     training = {k: v for k, v in job.model.overrides().items() if k in TRAINING_KEYS}
@@ -147,6 +161,28 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     if job.data.trains_tokenizer:
         changes["data"] = {"tokenizer": str(directory.absolute() / "tokenizer.json")}
     return replace(job, **changes), errors
+
+
+def check_positions(section: ModelSection, read: ModelSection) -> list[ConfigError]:
+    """Return an error for each key of positions that the model's family does not have.
+
+    Args:
+        section: the model with the user's keys.
+        read: the model as it was read.
+    """
+    config, problems = resolve_section(section)
+    before, after = read.overrides(), section.overrides()
+    changed = [k for k in POSITION_KEYS if k in after and before.get(k) != after[k]]
+    if config is None or problems or not changed:
+        return []  # `resolve_section` reports them later
+    family = load_family(section.kind)
+    if family.hf_mapping is None or not (found := check_hf_config(family, config)):
+        return []
+    rule = f"cannot be changed so in this model, because {found[0].key} {found[0].rule}"
+    errors = ConfigErrors()
+    for name in changed:
+        errors.add(f"model.{name}", rule, "remove it", value=after[name])
+    return errors
 
 
 def read_imported(run_dir: Path) -> Job | None:
@@ -177,6 +213,11 @@ def model_name(path: str) -> str:
     if "snapshots" in parts[-2:-1] and len(parts) > 2:  # the Hub's cache: models--org--name
         return parts[-3].rpartition("--")[2]
     return parts[-1] if parts and path != REQUIRED else ""
+
+
+def shown_name(section: ModelSection) -> str:
+    """Return the name of a model for messages: of ``path``, or its family and preset."""
+    return model_name(section.path) or section.full_name
 
 
 def locate_model(path: str, with_weights: bool = False, key: str = "model.path") -> Path:

@@ -15,6 +15,7 @@ from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.lora_plan import is_target, outer_targets
 from weft.plan.matrices import is_matrix, list_matrices
+from weft.plan.model_config import shown_name
 from weft.plan.plan import Plan
 
 
@@ -58,7 +59,7 @@ def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any) -> None:
         measures = {key: threshold, "monitor.attention_logits": job.monitor.attention_logits}
         for name, value in measures.items():
             if value:
-                rule = f"needs the attention of weft's decoder, which {job.model.full_name} lacks"
+                rule = f"needs the attention of weft's decoder, which {shown_name(job.model)} lacks"
                 errors.add(name, rule, "leave it out", ("model.kind",))
         return
     if not threshold:

@@ -8,7 +8,7 @@ from typing import Any
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
-from weft.plan.degrees import ParallelDims, format_choices
+from weft.plan.degrees import ParallelDims, divisors, format_choices
 from weft.plan.lora_plan import TrainingCost, is_target
 from weft.plan.matrices import Matrix
 from weft.plan.pipeline_schedule import (
@@ -175,7 +175,8 @@ def _check_stage_count(errors: ConfigErrors, job: Job, num_blocks: int, num_stag
         errors += check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, num_blocks)
     elif num_stages > num_blocks + 2:
         rule = f"needs {num_stages} stages, but the model has only {num_blocks} layers"
-        remedy = f"use at most {max(1, (num_blocks + 2) * job.parallel.pp // num_stages)}"
+        limit = max(1, (num_blocks + 2) * job.parallel.pp // num_stages)
+        remedy = f"use {format_choices(divisors(job.parallel.pp, limit))}"
         errors.add("parallel.pp", rule, remedy, ("model.num_layers", "model.preset"))
 
 
@@ -189,7 +190,7 @@ def check_adapter_stages(
     """
     key, remedy = "pipeline.layers_per_stage", "give it at least one block with an adapter"
     if not job.pipeline.layers_per_stage:
-        key, remedy = "parallel.pp", "use fewer pipeline ranks, or more layers"
+        key, remedy = "parallel.pp", "use 1, or more layers"
     adapted = {matrix.block + 1 for matrix in matrices if is_target(matrix.name, job.lora)}
     trained = [stage for stage in pipeline.stages if not adapted.isdisjoint(stage.units)]
     for rank, stages in enumerate(pipeline.stages_by_rank):

@@ -124,7 +124,9 @@ def resolve(
     local_world_size = machine.local_world_size or world_size
     num_nodes = max(1, world_size // local_world_size)
     num_errors = len(errors)
-    degrees = resolve_degrees(errors, parallel, world_size, num_nodes)
+    limit = machine.devices if machine.device == "cuda" else MAX_CPU_RANKS
+    max_ranks = limit if num_nodes == 1 else None  # there may be more nodes
+    degrees = resolve_degrees(errors, parallel, world_size, num_nodes, max_ranks)
     has_degrees = len(errors) == num_errors
     if model is None:
         # The other rules need the sizes of the model.

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from weft.config.errors import ConfigErrors
-from weft.config.schema import MOST, Job, steps_of
+from weft.config.schema import MIN_VOCAB_SIZE, MOST, Job, steps_of
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import (
@@ -22,10 +22,12 @@ from weft.plan.degrees import (
     format_ranks,
     nearest_divisors,
 )
+from weft.plan.model_config import check_positions, shown_name
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
 from weft.plan.shard_sizes import chunk_range, query_heads
 
 MAX_PROFILED_STEPS = 20
+MAX_TP = 64  # that remedies name
 
 
 def check_sections(errors: ConfigErrors, job: Job, model: Any, degrees: ParallelDims) -> None:
@@ -43,21 +45,42 @@ def check_sections(errors: ConfigErrors, job: Job, model: Any, degrees: Parallel
 
 def check_data(errors: ConfigErrors, job: Job, model: Any) -> None:
     """Check that sequences and vocabulary do not exceed the model's."""
-    name = job.model.full_name
+    name, unit = shown_name(job.model), _length_unit(job)
     if job.train.seq_len > model.max_seq_len:
+        longer = job.model.model_copy(update={"max_seq_len": job.train.seq_len})
+        is_possible = not job.model.path or not check_positions(longer, job.model)
+        longest = model.max_seq_len // unit * unit or model.max_seq_len
         errors.add(
             "train.seq_len",
             f"exceeds max_seq_len={model.max_seq_len} of {name}",
-            f"use at most {model.max_seq_len}, or --model.max_seq_len {job.train.seq_len}",
+            f"use at most {longest}"
+            + (f", or --model.max_seq_len {job.train.seq_len}" if is_possible else ""),
             ("model.preset", "model.max_seq_len"),
         )
     if job.data.trains_tokenizer and job.data.vocab_size > model.vocab_size:
+        smaller = f"at most {model.vocab_size}, or " if model.vocab_size >= MIN_VOCAB_SIZE else ""
         errors.add(
             "data.vocab_size",
             f"exceeds vocab_size={model.vocab_size} of {name}",
-            f"use at most {model.vocab_size}, or --model.vocab_size {job.data.vocab_size}",
+            f"use {smaller}--model.vocab_size {job.data.vocab_size}",
             ("model.preset", "model.vocab_size"),
         )
+
+
+def _length_unit(job: Job, whole_experts: bool = False) -> int:
+    """Return the divisor of ``train.seq_len`` that the degrees of the job require."""
+    parallel = job.parallel
+    shards = parallel.tp if parallel.sequence_parallel or whole_experts else 1
+    return parallel.cp * shards
+
+
+def _length_remedy(job: Job, model: Any, unit: int) -> str:
+    """Return the nearest lengths that the model and the layout take, as a remedy."""
+    limit = getattr(model, "max_seq_len", job.train.seq_len)
+    choices = [n for n in nearest_divisors(job.train.seq_len, unit) if n <= limit]
+    if choices:
+        return f"use {format_choices(choices)}"
+    return f"use {limit // unit * unit}" if limit >= unit else "use smaller degrees"
 
 
 def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims, num_nodes: int = 1) -> bool:
@@ -263,11 +286,10 @@ def _check_debug(errors: ConfigErrors, job: Job) -> None:
     for axis in ("tp", "ep"):
         if job.debug.autograd_anomaly and getattr(job.parallel, axis) > 1:
             # torch's anomaly mode does not support gradients that are DTensors.
-            rule, axis_key = (
-                f"cannot inspect gradients that parallel.{axis} shards",
-                f"parallel.{axis}",
-            )
-            errors.add(key, rule, f"use {axis_key}=1, or --debug.layer_stats_steps", (axis_key,))
+            axis_key = f"parallel.{axis}"
+            rule = f"cannot inspect gradients that {axis_key} shards"
+            remedy = f"use {axis_key}=1, or false (debug.layer_stats_steps also finds NaN)"
+            errors.add(key, rule, remedy, (axis_key,))
 
 
 # --------------------------------------------------------------------------- layout
@@ -290,7 +312,7 @@ def check_layout(
 def _check_tensor_parallel(
     errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
 ) -> None:
-    tp, key, name = degrees.tp, "parallel.tp", job.model.full_name
+    tp, key, name = degrees.tp, "parallel.tp", shown_name(job.model)
     if job.parallel.async_tp:
         _check_async_tp(errors, job, degrees)
     if job.parallel.etp not in ("tp", 1, tp):
@@ -318,6 +340,7 @@ def _check_tensor_parallel(
         if field not in sizes and not cut(size, tp, tp - 1):
             rule = f"leaves a rank without a part of {field}={size} of {name}"
             valid = [n for n in divisors(degrees.world_size, tp) if cut(size, n, n - 1)]
+            valid = [n for n in valid if n <= MAX_TP] or [1]
             remedy = f"use {format_choices(valid)}"
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     local_seq_len = job.train.seq_len // degrees.cp
@@ -328,8 +351,9 @@ def _check_tensor_parallel(
         rule = f"is not divisible by tp={tp} ranks of {' and '.join(causes)}" + (
             f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
         )
-        choices = format_choices(nearest_divisors(job.train.seq_len, tp * degrees.cp))
-        remedy = f"use {choices}, or " + " and ".join(f"parallel.{c}" for c in causes.values())
+        remedy = f"{_length_remedy(job, model, tp * degrees.cp)}, or " + " and ".join(
+            f"parallel.{c}" for c in causes.values()
+        )
         errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp", "parallel.etp"))
 
 
@@ -357,7 +381,7 @@ def _check_context_parallel(
         errors.add(key, rule, "use 1")
         return
     if seq_len % cp:
-        remedy = f"use {format_choices(nearest_divisors(seq_len, cp))}"
+        remedy = _length_remedy(job, model, _length_unit(job, degrees.whole_experts))
         errors.add("train.seq_len", f"is not divisible by cp={cp} ranks", remedy, (key,))
     is_ulysses, needs = job.parallel.cp_method == "ulysses", ("parallel.cp_method", "data.packing")
     if job.parallel.cp_load_balance == "documents" and (is_ulysses or not job.data.keeps_documents):
@@ -395,7 +419,9 @@ def _check_expert_parallel(
         return
     if family.moe_layers is None:
         rule = f"needs experts, which the model family {job.model.kind} does not have"
-        errors.add(key, rule, "use 1, or --model.kind moe", ("model.kind",))
+        errors.add(
+            key, rule, "use 1" if job.model.path else "use 1, or --model.kind moe", ("model.kind",)
+        )
         return
     num_experts, per_shard = model.num_experts, degrees.tp // degrees.etp
     ranks, axes = degrees.fsdp_size * per_shard, "dp_shard x cp" + " x tp" * (per_shard > 1)

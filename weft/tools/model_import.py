@@ -20,7 +20,7 @@ from weft.checkpoint.storage import is_remote
 from weft.checkpoint.weight_files import Weight, open_weights
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.locks import hold_lock
-from weft.config.schema import ModelSection, replace
+from weft.config.schema import POSITION_KEYS, ModelSection, replace
 from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
@@ -66,8 +66,9 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
             rule = "is not the adapter of this run any more: its configuration has changed"
             errors.add("lora.path", rule, "use another run.dir", value=plan.job.lora.path)
         source = add_adapter(source, adapter, plan.job.lora)
-    training = {k: v for k, v in plan.job.model.overrides().items() if k in TRAINING_KEYS}
-    section = ModelSection.model_validate(source.section.model_dump() | training)
+    beside = (*TRAINING_KEYS, *POSITION_KEYS)  # may differ from the source's
+    chosen = {k: v for k, v in plan.job.model.overrides().items() if k in beside}
+    section = ModelSection.model_validate(source.section.model_dump() | chosen)
     source = source._replace(section=section, weights=_with_loads(source.weights, plan))
     if section.overrides() != plan.job.model.overrides():
         rule = "is not the model of this run any more: its configuration has changed"

@@ -41,7 +41,14 @@ from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
 from weft.parallel.dispatchers import DISPATCHERS
-from weft.plan.model_config import HUB_NAME, REQUIRED, Adopt, adopt_model, expand_preset
+from weft.plan.model_config import (
+    HUB_NAME,
+    REQUIRED,
+    RESIZE_REMEDY,
+    Adopt,
+    adopt_model,
+    expand_preset,
+)
 from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
@@ -311,9 +318,12 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
 
 def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:
     if entries > plan.model.vocab_size:
+        data, path = plan.job.data, plan.job.model.path
         rule = f"has {entries} entries, but model.vocab_size is {plan.model.vocab_size}"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
-        errors.add("data.tokenizer", rule, remedy)
+        if path:
+            remedy = f"use the tokenizer of the model; {RESIZE_REMEDY}"
+        errors.add("data.tokenizer", rule, remedy, value=data.tokenizer)
 
 
 def check_writable(key: str, value: str) -> list[ConfigError]:

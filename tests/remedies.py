@@ -1,0 +1,209 @@
+"""Read what an error proposes, and follow it.
+
+A remedy proposes alternatives, such as ``use 6 or 9, or run.nproc_per_node=1 or 2``.  Each is a
+change of keys: a new value of the error's own key, ``section.key=value``, ``--section.key value``,
+or the removal of a key.  `follow` makes each change and reports the errors that it leaves.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import SECTIONS
+from weft.plan.plan import Machine
+from weft.plan.resolve import resolve_nodes
+from weft.tools.job_space import candidate_values, list_keys
+
+Overrides = tuple[tuple[str, str], ...]
+Change = dict[str, str | None]  # key to value; None: without the key
+
+KEY = rf"(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+"
+ASSIGNMENT = re.compile(rf"(?:--)?({KEY})(?:=| )([\w.:*\[\]-]*[\w\]*])")
+VALUE = re.compile(r"(?:at most |at least |up to )?([\w.*-]*\w|\[[^\]]*\])")
+NO_VALUE = {
+    "fewer",
+    "more",
+    "nodes",
+    "it",
+    "the",
+    "a",
+    "an",
+    "one",
+    "another",
+    "of",
+    "several",
+    "only",
+    "this",
+}
+
+
+def proposed_changes(error: ConfigError) -> list[Change]:
+    """Return the changes that a remedy proposes; empty if it has none that a machine can read."""
+    if error.key == "optim.groups" or re.match(
+        r"must (be|match)|is missing|is not a known key", error.rule
+    ):
+        return []  # the remedy is the description of the key
+    text = re.sub(r"\([^)]*\)", "", error.remedy).strip()
+    changes: list[Change] = []
+    own = error.key if re.fullmatch(KEY, error.key) else ""
+    for clause in re.split(
+        r"[;,] (?:or|and) |; |, (?=--|[a-z_]+\.[a-z_]+=)| or (?=--|parallel\.|remove )", text
+    ):
+        clause = re.sub(
+            r"^(?:did you mean|use|set|add|leave (?!it)|and|or) ", "", clause.strip(), flags=re.I
+        )
+        if re.search(
+            r"(above \d+|or more|or less|or a multiple)|such as|times run|a multiple of", clause
+        ):
+            continue  # a direction, not a value
+        clause = re.sub(r"^leave it out", "remove it", clause)
+        removed = re.match(rf"remove ({KEY}|it\b|the key\b)", clause, re.I)
+        if removed:
+            name = removed[1] if "." in removed[1] else own
+            changes += [{name: None}] if name else []
+            continue
+        found = ASSIGNMENT.findall(clause)
+        if found:
+            # "key=1, 2 or 4": each value is a change of its own.
+            key, first = found[-1]
+            rest = clause[clause.rindex(first) + len(first) :]
+            others = re.findall(r"(?:,| or) ([\w.-]+)\b(?! \w)", rest) if len(found) == 1 else []
+            changes += [{key: value} for value in (first, *others)] if others else [dict(found)]
+            continue
+        if own and not re.fullmatch(KEY, clause):
+            words = re.split(r", | or ", clause)
+            for word in words:
+                match = VALUE.fullmatch(word.strip(" .'?"))
+                if match and match[1] not in NO_VALUE and match[1] != "...":
+                    changes.append({own: match[1]})
+    return changes
+
+
+def apply_change(overrides: Overrides, change: Change) -> Overrides:
+    kept = [(key, value) for key, value in overrides if key not in change]
+    return (*kept, *((key, value) for key, value in change.items() if value is not None))
+
+
+@dataclass
+class Follower:
+    """Provokes errors and follows their remedies; ``attempt`` returns the errors of overrides."""
+
+    attempt: Callable[[str, Overrides], list[ConfigError]]
+    followed: int = 0
+    unread: dict[str, str] = field(default_factory=dict)  # rule to error, without a change to read
+    failed: dict[str, str] = field(default_factory=dict)  # rule to what happened
+    seen: set[tuple[str, str]] = field(default_factory=set)
+
+    def provoke(self, recipe: str, overrides: Overrides) -> list[ConfigError]:
+        """Follow every remedy of the errors that ``overrides`` have; return the errors."""
+        errors = self.attempt(recipe, overrides)
+        given = dict(overrides)
+        for error in errors:
+            shape = error.key, re.sub(r"[\d.]+|\"[^\"]*\"", "#", error.rule + error.remedy)
+            if shape in self.seen:
+                continue
+            self.seen.add(shape)
+            changes = proposed_changes(error)
+            if not changes:
+                self.unread[f"{error.key} {shape[1]}"] = str(error)
+            for change in changes:
+                if all(value is None and key not in given for key, value in change.items()):
+                    continue  # a key of the recipe, which nobody can remove on the command line
+                self.followed += 1
+                after = self.attempt(recipe, apply_change(overrides, change))
+                for e in self._failures(recipe, overrides, change, errors, error, after):
+                    command = " ".join(f"--{k} {v}" for k, v in overrides)
+                    self.failed.setdefault(
+                        f"{error.key} {shape[1]}",
+                        f"{recipe} {command}\n   {error}\n   with {change}: {e}",
+                    )
+        return errors
+
+    def _failures(
+        self,
+        recipe: str,
+        overrides: Overrides,
+        change: Change,
+        before: list[ConfigError],
+        error: ConfigError,
+        after: list[ConfigError],
+        hops: int = 3,
+    ) -> list[ConfigError]:
+        """Return the errors that following a remedy has led to.
+
+        Those are the same error again, and errors of a key that was just set.  Another rule about
+        that key is allowed if following its remedy ends well: rules are told one after the other
+        where one needs the result of another.
+        """
+        known = {(e.key, e.rule) for e in before}
+        same = [e for e in after if (e.key, e.rule) == (error.key, error.rule)]
+        new = [e for e in after if e.key in change and (e.key, e.rule) not in known]
+        if same or not new or not hops:
+            return same or new
+        applied = apply_change(overrides, change)
+        for e in new:
+            nexts = [c for c in proposed_changes(e) if c != change]
+            if not any(
+                not self._failures(
+                    recipe,
+                    applied,
+                    c,
+                    [error],
+                    error,
+                    self.attempt(recipe, apply_change(applied, c)),
+                    hops - 1,
+                )
+                for c in nexts
+            ):
+                return [e]
+        return []
+
+
+def plan_errors(recipe: str, overrides: Overrides, machine: Machine) -> list[ConfigError]:
+    """Return the errors of reading and planning, in the order of a start."""
+    job, base, errors = read_job(recipe, overrides)
+    later = ConfigErrors()
+    try:
+        resolve_nodes(job, machine, recipe, base)
+    except InvalidConfig as invalid:
+        later += invalid.errors
+    errors.add_independent(later)
+    return list(errors)
+
+
+EXTREME = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "16", "100", "1000", "70000")
+
+
+def random_overrides(rng: random.Random, count: int) -> Overrides:
+    """Draw ``count`` keys with valid or extreme values."""
+    keys = [k for k in list_keys() if not k.startswith(("launch.", "run.rendezvous", "model.path"))]
+    drawn = {}
+    for key in rng.sample(keys, count):
+        extreme = EXTREME[:-2] if key.startswith("model.") else EXTREME
+        values = [*candidate_values(key), *(extreme if rng.random() < 0.5 else ())]
+        if values:
+            drawn[key] = rng.choice(values)
+    return tuple(drawn.items())
+
+
+def record_sites(sites: set[tuple[str, int]]) -> Iterator[None]:
+    """Record the lines that add errors while the generator is suspended."""
+    add = ConfigErrors.add
+
+    def recording(self: ConfigErrors, *args: object, **kwargs: object) -> None:
+        frame = sys._getframe(1)
+        sites.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
+        add(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    ConfigErrors.add = recording  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigErrors.add = add  # type: ignore[method-assign]

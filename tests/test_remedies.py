@@ -1,0 +1,273 @@
+"""Every remedy is followed: the next attempt does not fail on that advice.
+
+`tests.remedies` reads what a remedy proposes and makes the change.  The fast part follows one error
+of many rules, and all of a few hundred random jobs; the slow part draws thousands.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.remedies import (
+    Change,
+    Follower,
+    Overrides,
+    apply_change,
+    plan_errors,
+    proposed_changes,
+    random_overrides,
+    record_sites,
+)
+from tests.small import small_job
+from weft.cli.main import main
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.files import write_json
+from weft.config.reader import read_job
+from weft.models import FAMILIES
+from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
+from weft.plan.model_config import resolve_section
+from weft.plan.plan import Machine
+from weft.train.job_checks import prepare_job
+
+MACHINES = {
+    "cpu": Machine("cpu", devices=8, memory_bytes=64 << 30),
+    "node": Machine(
+        "cuda",
+        devices=8,
+        device_name="H100",
+        memory_bytes=80 << 30,
+        peer_access=True,
+        capability=(9, 0),
+    ),
+    "launched": Machine(
+        "cuda", devices=8, memory_bytes=80 << 30, world_size=16, local_world_size=8
+    ),
+}
+OWN_MODEL = ("demo", "moe-demo", "llama3-8b", "llama3-70b", "qwen3-30b-a3b")
+ANY_MODEL = ("pretrain", "chat", "dpo", "lora", "qlora")
+LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
+
+
+def write_model(directory: Path, tokenizer: Path, **fields: object) -> Path:
+    """Write a Hugging Face directory of random weights."""
+    family = FAMILIES["llama"]
+    directory.mkdir()
+    overrides = [(f"model.{name}", str(value)) for name, value in fields.items()]
+    config, _ = resolve_section(small_job(("model.tied_embeddings", "false"), *overrides).model)
+    torch.manual_seed(7)
+    hf_name = get_hf_mapping(family).hf_name
+    tensors = {
+        hf_name(name): 0.05 * torch.randn(shape)
+        for name, shape in param_shapes(family, config).items()
+    }
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    write_json(directory / "config.json", to_hf_config(family, config, "float32"))
+    shutil.copy(tokenizer, directory / "tokenizer.json")
+    return directory
+
+
+@pytest.fixture
+def model(store_path: Path, tmp_path: Path) -> Path:
+    return write_model(tmp_path / "Tiny", store_path / "tokenizer.json")
+
+
+def follow_random(seed: int, seconds: float, jobs: int, model: Path) -> Follower:
+    """Follow the remedies of random jobs, for at most ``seconds``."""
+    rng, follower = random.Random(seed), Follower(lambda recipe, overrides: [])
+    end = time.monotonic() + seconds
+    for _ in range(jobs):
+        if time.monotonic() > end:
+            break
+        machine = MACHINES[rng.choice(list(MACHINES))]
+
+        def attempt(
+            recipe: str, overrides: Overrides, machine: Machine = machine
+        ) -> list[ConfigError]:
+            is_cpu = ("run.device", "cpu") in overrides
+            return plan_errors(recipe, overrides, MACHINES["cpu"] if is_cpu else machine)
+
+        follower.attempt = attempt
+        recipe = rng.choice([*OWN_MODEL, *OWN_MODEL, *ANY_MODEL])
+        overrides = random_overrides(rng, rng.choice([1, 1, 2, 2, 3, 4]))
+        if rng.random() < 0.5:
+            key = rng.choice([*(f"parallel.{name}" for name in LAYOUT_KEYS), "run.nproc_per_node"])
+            overrides = apply_change(overrides, {key: rng.choice("1234568")})
+        if recipe in ANY_MODEL:
+            overrides = apply_change(overrides, {"model.path": str(model), "train.epochs": None})
+        follower.provoke(recipe, overrides)
+    return follower
+
+
+def test_remedies_of_random_jobs_are_followed(model: Path) -> None:
+    follower = follow_random(seed=5, seconds=20, jobs=150, model=model)
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_remedies_of_many_random_jobs_are_followed(seed: int, model: Path) -> None:
+    sites: set[tuple[str, int]] = set()
+    with contextmanager(record_sites)(sites):
+        follower = follow_random(seed, seconds=90, jobs=10_000, model=model)
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed > 300
+    assert len(sites) > 60
+
+
+@pytest.mark.parametrize(
+    ("remedy", "changes"),
+    [
+        ("use 6 or 9, or run.nproc_per_node=1 or 2", [6, 9, "run.nproc_per_node=1", "=2"]),
+        ("use at most 64, or --model.max_seq_len 256", [64, "model.max_seq_len=256"]),
+        ("use 1, 2, 4, 5, ..., 32, 40 or 50", [1, 2, 4, 5, 32, 40, 50]),
+        (
+            "use compile.enable=true, or activation_checkpoint.mode=full",
+            ["compile.enable=true", "activation_checkpoint.mode=full"],
+        ),
+        ("remove it", [None]),
+        ("set model.num_experts, or leave it out", [None]),
+        ("use parallel.tp above 1", []),
+        ("give more text", []),
+    ],
+)
+def test_proposed_changes_are_read(remedy: str, changes: list[object]) -> None:
+    expected: list[Change] = []
+    for change in changes:
+        key, equals, value = str(change).partition("=")
+        if equals:
+            name = key or next(iter(expected[-1]))
+            expected.append({name: value})
+        else:
+            expected.append({"train.x_y": None if change is None else str(change)})
+    assert proposed_changes(ConfigError("train.x_y", 5, "is wrong", remedy)) == expected
+
+
+# --------------------------------------------------------------------------- model.path
+
+
+def start_errors(*overrides: tuple[str, str]) -> list[ConfigError]:
+    try:
+        prepare_job("pretrain", list(overrides))
+    except InvalidConfig as invalid:
+        return invalid.errors
+    return []
+
+
+def given(model: Path, tmp_path: Path, *more: tuple[str, str]) -> Overrides:
+    (tmp_path / "text.txt").write_text("one two three. " * 2000)
+    paths = ("data.path", str(tmp_path / "text.txt")), ("run.dir", str(tmp_path / "run"))
+    return (("model.path", str(model)), *paths, ("run.nproc_per_node", "1"), *more)
+
+
+def test_model_path_longer_context_is_accepted_as_its_remedy_says(
+    model: Path, tmp_path: Path
+) -> None:
+    overrides = given(model, tmp_path, ("train.seq_len", "128"))
+    [error] = start_errors(*overrides)
+    assert str(error) == (
+        "train.seq_len=128 exceeds max_seq_len=64 of Tiny. Use at most 64, or "
+        "--model.max_seq_len 128."
+    )
+    assert start_errors(*overrides, ("model.max_seq_len", "128")) == []
+    assert start_errors(*given(model, tmp_path, ("train.seq_len", "64"))) == []
+
+
+def test_model_path_of_a_recipe_is_kept_beside_a_longer_context(
+    model: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'extends = "pretrain"\n[model]\npath = "{model}"\n')
+    job, _, errors = read_job(
+        str(recipe), [("model.max_seq_len", "128"), ("model.mtp_layers", "0")]
+    )
+    assert not errors
+    assert job.model.path == str(model)
+
+
+def test_model_path_larger_tokenizer_names_what_works(model: Path, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "Small", model / "tokenizer.json", vocab_size=256)
+    own = start_errors(*given(small, tmp_path))
+    assert [error.key for error in own] == ["data.tokenizer"]
+    fitting = tmp_path / "Fitting"
+    shutil.copytree(model, fitting)
+    larger = json.loads((model / "tokenizer.json").read_text())
+    vocab = larger["model"]["vocab"]
+    vocab |= {f"word-{i}": len(vocab) + i for i in range(300)}
+    (tmp_path / "larger.json").write_text(json.dumps(larger))
+    tokenizer = str(tmp_path / "larger.json")
+    [error] = start_errors(*given(fitting, tmp_path, ("data.tokenizer", tokenizer)))
+    assert error.value == tokenizer
+    assert "--model.vocab_size" not in error.remedy
+    assert "resize_token_embeddings" in error.remedy
+    assert start_errors(*given(fitting, tmp_path)) == []  # "use the tokenizer of the model"
+
+
+def test_model_path_other_sizes_are_refused_and_removing_them_works(
+    model: Path, tmp_path: Path
+) -> None:
+    more = ("model.dim", "64"), ("model.vocab_size", "1024"), ("model.rope_theta", "1e6")
+    errors = start_errors(*given(model, tmp_path, *more))
+    assert {error.key for error in errors} == {"model.dim", "model.vocab_size"}
+    assert all(error.remedy.startswith("remove it") for error in errors)
+    assert start_errors(*given(model, tmp_path, more[2])) == []
+
+
+def test_model_path_scaling_that_the_family_lacks_is_refused(tmp_path: Path, model: Path) -> None:
+    more = ("model.rope_scaling", "dynamic"), ("model.rope_original_context", "32")
+    errors = start_errors(*given(model, tmp_path, *more))
+    assert {error.key for error in errors} == {f"{name}" for name, _ in more}
+    assert all(error.remedy == "remove it" for error in errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "positions",
+    [
+        {"max_seq_len": "128"},
+        {"max_seq_len": "128", "rope_theta": "1000000"},
+        {
+            "max_seq_len": "128",
+            "rope_scaling": "yarn",
+            "rope_factor": "2",
+            "rope_original_context": "64",
+        },
+        {"max_seq_len": "128", "rope_scaling": "linear", "rope_factor": "2"},
+    ],
+)
+def test_model_path_longer_context_trains_and_exports_as_transformers_reads(
+    positions: dict[str, str], model: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    more = [(f"model.{name}", value) for name, value in positions.items()]
+    overrides = given(
+        model,
+        tmp_path,
+        *more,
+        ("train.seq_len", "128"),
+        ("train.epochs", "0"),
+        ("train.steps", "2"),
+        ("train.global_batch_size", "4"),
+        ("monitor.report", "false"),
+    )
+    words = [word for key, value in overrides for word in (f"--{key}", value)]
+    assert main(["train", "pretrain", *words]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 128
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    from weft.api import load_model
+
+    ours = load_model(tmp_path / "run", device="cpu")
+    tokens = torch.randint(0, 256, (2, 128), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
