@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.manifest import list_checkpoints, read_manifest
+from weft.checkpoint.manifest import list_checkpoints, manifest_text, read_manifest
 from weft.checkpoint.shard_files import find_overlaps, parse_contents, read_shards
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job, recipe_names
@@ -174,6 +174,15 @@ def losses(directory: Path) -> list[float]:
 def newest_state(directory: Path) -> dict[str, torch.Tensor]:
     """Return every unsharded tensor of a run's newest checkpoint."""
     return read_state(list_checkpoints(directory / "checkpoints")[-1])
+
+
+def forget_fingerprints(run: Path) -> None:
+    """Make a run's checkpoints as those of a version without fingerprints of its files."""
+    for path in list_checkpoints(run / "checkpoints"):
+        manifest = read_manifest(path)
+        assert manifest.pop("run_files")
+        del manifest["hash"]
+        (path / "manifest.json").write_text(manifest_text(manifest))
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tarfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from tests.cluster.conftest import ONE_RANK, WEFT, Finished, run_weft
 from tests.small import records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cli.main import main
+from weft.config.reader import read_job
+from weft.config.run_paths import portable
+from weft.config.schema import flatten
+from weft.config.writer import to_toml
 from weft.train.job_checks import prepare_job
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -169,6 +174,85 @@ def test_train_copy_that_was_rolled_back_leaves_the_original_untouched(
     head = (tmp_path / "runs/b/job.toml").read_text().partition("\n\n")[0]
     assert "started from the recipe 'demo'" in head  # and not from its own directory
     assert "# optim.lr: 0.002 -> 0.0001" in head
+
+
+@pytest.mark.system
+def test_copy_does_not_share_a_checkpoint_directory_with_its_original(
+    finished: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished.directory / "run", "runs/a")
+    (tmp_path / "runs/a/checkpoints").rename(tmp_path / "disk")
+    keys = ["--checkpoint.dir", "disk", "--train.steps", "21"]
+    done = run_weft([*WEFT, "train", "runs/a", *ONE_RANK, *keys], tmp_path)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree("runs/a", "runs/b")
+    (tmp_path / "runs/c").mkdir()
+    original = contents(tmp_path)
+
+    for command in (
+        ["train", "runs/b", "--train.steps", "22"],
+        ["train", "runs/a", "--run.dir", "runs/c"],
+        ["rollback", "runs/b", "10"],
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        found = f'checkpoint.dir="{tmp_path}/disk" has the checkpoints of the run in'
+        assert f"{found} {tmp_path}/runs/a, which this run would delete" in error
+        assert f"cp -r {tmp_path}/disk NEW" in error
+    assert contents(tmp_path) == original
+
+    shutil.copytree("disk", "disk-b")
+    text = (tmp_path / "runs/b/job.toml").read_text()
+    (tmp_path / "runs/b/job.toml").write_text(text.replace(f"{tmp_path}/disk", "./../../disk-b"))
+    assert main(["rollback", "runs/b", "10"]) == 0
+    _, plan = prepare_job("runs/b", [])
+    assert plan.job.checkpoint.dir == f"{tmp_path}/disk-b"
+    shutil.rmtree("runs/b")
+    os.rename("runs/a", "runs/moved")  # it keeps its checkpoints
+    _, plan = prepare_job("runs/moved", [("train.steps", "22")])
+    assert plan.job.checkpoint.dir == f"{tmp_path}/disk"
+
+
+def test_paths_in_the_run_directory_are_stored_relative_to_it(tmp_path: Path) -> None:
+    pairs = {
+        "run.dir": f"{tmp_path}/a",
+        "checkpoint.dir": f"{tmp_path}/a/own",
+        "data.path": f"{tmp_path}/a/text.txt",
+        "data.tokenizer": f"{tmp_path}/a/tokenizer.json",
+        "data.cache_dir": f"{tmp_path}/ab/cache",
+    }
+    job, base, errors = read_job("demo", [*pairs.items()])
+    assert errors == []
+    for name in ("a", "b"):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "job.toml").write_text(to_toml(portable(job, tmp_path / "a"), "demo", base))
+    values = tomllib.loads((tmp_path / "b/job.toml").read_text())
+    assert (values["run"]["dir"], values["checkpoint"]["dir"]) == ("auto", "./own")
+    assert read_job(str(tmp_path / "a"))[0] == job
+    moved = flatten(read_job(str(tmp_path / "b"))[0])
+    assert {key: moved[key] for key in pairs} == {
+        key: path.replace(f"{tmp_path}/a/", f"{tmp_path}/b/") for key, path in pairs.items()
+    } | {"run.dir": f"{tmp_path}/b"}
+
+    other, _, _ = read_job(str(tmp_path / "b"), [("run.dir", f"{tmp_path}/c")])
+    assert (other.run.dir, other.checkpoint.dir) == (f"{tmp_path}/c", f"{tmp_path}/c/own")
+    assert other.data.path == f"{tmp_path}/b/text.txt"
+    (tmp_path / "mine.toml").write_text('extends = "b"\n')  # another run of the same job
+    mine, _, errors = read_job(str(tmp_path / "mine.toml"))
+    assert (mine.run.dir, mine.checkpoint.dir, errors) == ("auto", "auto", [])
+    assert mine.data.path == f"{tmp_path}/b/text.txt"
+
+
+def test_recipe_of_the_name_job_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("[train]\nsteps = 3\n")
+    assert read_job(str(tmp_path))[0].run.dir == "auto"
+    (tmp_path / "metrics.jsonl").touch()  # a run, whose user has shortened the file
+    assert read_job(str(tmp_path))[0].run.dir == str(tmp_path)
 
 
 def test_run_stores_no_absolute_path_of_its_own_directory(finished: Finished) -> None:

@@ -21,7 +21,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -132,6 +132,7 @@ class CheckpointManager:
         *,
         async_save: bool = False,
         local_dir: str = "off",
+        run_files: Mapping[str, str] | None = None,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the manager; every rank calls this function.
@@ -141,8 +142,10 @@ class CheckpointManager:
             keep_latest: number of newest checkpoints to keep; older ones are deleted.
             async_save: write files while training continues.
             local_dir: directory of local checkpoints: see `weft.checkpoint.local_save`.
+            run_files: fingerprints of the run's files: see `weft.checkpoint.run_fingerprints`.
             log: receives warnings and errors.
         """
+        self._run_files = dict(run_files or {})
         self.keep_latest, self.async_save = keep_latest, async_save
         self.lease = Lease(directory)
         self.run_dir: Path | None = None
@@ -196,7 +199,8 @@ class CheckpointManager:
         self._report_problems()
         fault_point("checkpoint")
         shards = self._stage_shards(model_parts, optimizer)
-        args = (shards, manifest | {"epoch": self.lease.epoch}, persistent)
+        own = {"epoch": self.lease.epoch, "run_files": self._run_files}
+        args = (shards, manifest | own, persistent)
         self._thread = threading.Thread(target=self._write, args=args, daemon=True)
         self._thread.start()
         if not self.async_save:

@@ -100,6 +100,7 @@ class ManifestHeader(_Schema):
     data: ShortText | None = None
     imported: ShortText | None = None
     mesh: dict[ShortText, Count] = {}
+    run_files: dict[ShortText, ShortText] = {}  # see `weft.checkpoint.run_fingerprints`
     weft: ShortText = ""
     torch: ShortText = ""
     files: list[Any]

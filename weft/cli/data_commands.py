@@ -78,11 +78,13 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     from weft.cluster.lustre import hydrate_when_reading
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
+    from weft.train.job_checks import check_tokenizer_run
 
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
     job, _, errors = read_job(recipe, [*path, *options.overrides], options.errors)
+    errors += check_tokenizer_run(job.data.tokenizer)
     errors.raise_any()
     console = quiet_console(sys.stderr)
     with show_progress(console) as show:

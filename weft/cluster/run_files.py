@@ -6,12 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
+from weft.checkpoint.owner import write_owner
 from weft.checkpoint.storage import remove
 from weft.config.files import replace_bytes, replace_text
 from weft.config.locks import unwritable_error
 from weft.config.reader import find_recipe
 from weft.config.run_paths import portable
-from weft.config.schema import Job
+from weft.config.schema import DataSection, Job
 from weft.config.writer import to_toml
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
@@ -42,6 +43,7 @@ def write_run_files(
             with suppress(FileNotFoundError):  # another node deletes it, too
                 remove(leftover)
         if path.exists() and step >= plan.num_steps:
+            _write_data_files(run_dir, job.data, dataset, only_missing=True)
             return ""
         if changes := describe_changes(run_dir, job):
             note_event(run_dir, "change", step, changes.removeprefix("; "))
@@ -51,21 +53,34 @@ def write_run_files(
         earlier = path.read_text("utf-8-sig") if is_own_recipe else ""
         stored, stored_base = portable(job, run_dir), portable(base, run_dir)
         replace_text(path, to_toml(stored, recipe, stored_base, earlier))
-        tokenizer = (dataset.path / "tokenizer.json").read_bytes()
-        replace_bytes(run_dir / "tokenizer.json", tokenizer)
-        start = dataset.start_tokens
-        is_imported = (run_dir / IMPORTED_DIR).is_dir()
-        if start == [] and not is_imported and not job.data.keeps_documents:
-            start = [dataset.separator]  # all that the model has seen before a document
-        replace_text(run_dir / RECORD_FILE, format_record(dataset.separator, start))
-        for source in dataset.sources:
-            for name in (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
-                if (file := source.store.path / name).is_file():
-                    replace_bytes(run_dir / name, file.read_bytes())
+        if not job.resilience.has_replica_groups:
+            write_owner(home, run_dir)
+        _write_data_files(run_dir, job.data, dataset)
         save_prediction(prediction, run_dir)
     except OSError as error:
         raise unwritable_error(run_dir, error) from error
     return changes
+
+
+def _write_data_files(
+    run_dir: Path, data: DataSection, dataset: Dataset, only_missing: bool = False
+) -> None:
+    """Write the files of the tokenizer from the data into a run directory."""
+    start = dataset.start_tokens
+    is_imported = (run_dir / IMPORTED_DIR).is_dir()
+    if start == [] and not is_imported and not data.keeps_documents:
+        start = [dataset.separator]  # all that the model has seen before a document
+    files = {
+        "tokenizer.json": (dataset.path / "tokenizer.json").read_bytes(),
+        RECORD_FILE: format_record(dataset.separator, start).encode(),
+    }
+    for source in dataset.sources:
+        for name in (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
+            if (file := source.store.path / name).is_file():
+                files[name] = file.read_bytes()
+    for name, content in files.items():
+        if not (only_missing and (run_dir / name).exists()):
+            replace_bytes(run_dir / name, content)
 
 
 def intact_checkpoint_step(newest: list[Path]) -> int:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
@@ -242,10 +243,13 @@ def rollback(run_dir: Path, step: int) -> str:
     """Make a run resume from an earlier step; return a message for the user.
 
     Raises:
-        InvalidConfig: if it is not a run, has no such checkpoint, or is being trained.
+        InvalidConfig: if it is not a run, has no such checkpoint, is being trained, or has its
+            checkpoints in the directory of another run.
     """
     job = read_run_job(run_dir)
     home = checkpoint_dir(job.checkpoint, run_dir)
+    if errors := owner_errors(home, run_dir):
+        raise InvalidConfig(errors)
     with lock_directory(run_dir, run_dir_in_use(run_dir)):
         dropped = drop_later_checkpoints(home, step)
     newest = list_checkpoints(home)[-1:]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.checkpoint.manifest import checkpoint_path
+from weft.checkpoint.run_fingerprints import fingerprint_run
 from weft.checkpoint.safetensors import NAMES
 from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.shard_files import Contents
@@ -201,6 +202,7 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
     for name, path in model.files.items():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(run_dir / name, path.read_bytes())
+    manifest["run_files"] = fingerprint_run(run_dir, job, has_trained=False)
     # ``run_dir`` may be a temporary directory, which gets the name ``run.dir`` when it is complete.
     job = portable(job, Path(job.run.dir))
     replace_text(run_dir / "job.toml", to_toml(job, model.section.path, job))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint.load import load_checkpoint, load_frozen_params
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
+from weft.checkpoint.run_fingerprints import check_run_files
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.run_paths import run_directory
@@ -70,7 +71,8 @@ def find_checkpoint(path: Path) -> CheckpointRef:
     """Find the checkpoint at ``path``, or the newest one of a run directory.
 
     Raises:
-        InvalidConfig: if there is none.
+        InvalidConfig: if there is none, or if the run's files are not those of the checkpoint.
+        CheckpointError: if its manifest cannot be read.
     """
     path = run_directory(path)
     is_run = (path / "job.toml").is_file()
@@ -87,8 +89,9 @@ def find_checkpoint(path: Path) -> CheckpointRef:
         remedy = "train first: weft train demo"
         raise InvalidConfig([ConfigError("checkpoint", str(path), rule, remedy)])
     config, model_errors = resolve_section(job.model)
-    if model_errors:
-        raise InvalidConfig(model_errors)
+    problems = [*model_errors, *check_run_files(paths[0], run_dir, job)]
+    if problems:
+        raise InvalidConfig(problems)
     return CheckpointRef(paths[0], run_dir, job, config)
 
 

@@ -122,6 +122,9 @@ def import_source(plan: Plan, source: ModelSource | None, console: Console) -> P
     tokenizer = run_dir / "tokenizer.json"
     if Path(job.data.tokenizer) == source.files["tokenizer.json"].absolute():
         job = replace(job, data={"tokenizer": str(tokenizer)})
+    else:  # the run's own tokenizer takes the place of the model's
+        given = {"tokenizer.json": Path(job.data.tokenizer).expanduser()}
+        source = source._replace(files={**source.files, **given})
     home = checkpoint_dir(job.checkpoint, run_dir)
 
     def wait() -> None:

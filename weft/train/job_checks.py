@@ -17,11 +17,14 @@ from dataclasses import replace as changed
 from pathlib import Path
 
 from weft.checkpoint.manifest import (
+    CheckpointError,
     DamagedCheckpoint,
     checkpoint_step,
     list_checkpoints,
     read_manifest,
 )
+from weft.checkpoint.owner import owner_errors
+from weft.checkpoint.run_fingerprints import check_run_files
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
@@ -29,6 +32,7 @@ from weft.config.formatting import format_count
 from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, try_lock
 from weft.config.mounts import check_mount
 from weft.config.reader import read_job
+from weft.config.run_paths import JOB_FILE
 from weft.config.schema import CheckpointSection, Job, difference, replace
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
@@ -229,10 +233,26 @@ def _check_tokenizer(errors: ConfigErrors, value: str, plan: Plan | None) -> Non
     """Check ``data.tokenizer``, and the vocabulary if there is a plan."""
     if value == "train":
         return
+    if found := check_tokenizer_run(value):
+        errors += found
+        return
     with errors.collect():
         tokenizer, _ = load_tokenizer(value)
         if plan is not None:
             _check_vocabulary(errors, plan, required_vocab_size(tokenizer))
+
+
+def check_tokenizer_run(tokenizer: str) -> list[ConfigError]:
+    """Check the files beside a tokenizer, if it is that of a run with checkpoints."""
+    run_dir = Path(tokenizer).expanduser().parent
+    if not (run_dir / JOB_FILE).is_file():
+        return []
+    job, _, errors = read_job(str(run_dir / JOB_FILE))
+    home = run_dir if errors else checkpoint_dir(job.checkpoint, run_dir)
+    with suppress(CheckpointError):  # loading reports it
+        for newest in list_checkpoints(home)[-1:]:
+            return check_run_files(newest, run_dir, job, to_train=True)
+    return []
 
 
 def _check_restarts(errors: ConfigErrors, limit: float) -> None:
@@ -351,8 +371,12 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
     errors += check_writable("run.dir", job.run.dir)
     if errors or not has_checkpoint_dir:
         return errors
-    before = folder / "job.toml"
-    if not (found := list_checkpoints(checkpoint_dir(job.checkpoint, folder))):
+    before, home = folder / "job.toml", checkpoint_dir(job.checkpoint, folder)
+    if not job.resilience.has_replica_groups:  # whose run directories share the checkpoints
+        errors += owner_errors(home, folder)
+        if errors:
+            return errors
+    if not (found := list_checkpoints(home)):
         here = list_checkpoints(checkpoint_dir(CheckpointSection(), folder))
         if here and before.is_file():  # else the run would start from random weights
             rule = f"has no checkpoint of the run; they are in {here[0].parent}"
@@ -369,6 +393,8 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         rule = f"has a damaged job.toml: {changed(job_errors[0], remedy='')}"
         errors.add("run.dir", rule, "use another run.dir, or repair the file")
         return errors
+    with suppress(CheckpointError):  # loading reports it
+        errors += check_run_files(found[-1], folder, old, to_train=True)
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     if old.lora.path:  # imported adapters, and changes of the lengths of quantized rows
         kept = ("path", *FIXED_BY_ADAPTER, *(["quantize"] if old.lora.dora else []))

@@ -8,7 +8,7 @@ the file, because its model is no longer the initial one.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from weft.checkpoint.manifest import CheckpointError, run_on_rank_0
+from weft.checkpoint.run_fingerprints import hash_content
 from weft.config.files import write_durably
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs
@@ -27,12 +28,15 @@ from weft.train.loss import SequenceLosses, answer_logprobs, find_pairs
 from weft.train.setup import Built
 from weft.train.step import validation_batches
 
+REMEDY = "Restore the file, or start again with another --run.dir."
+
 
 def with_references(
     built: Built,
     dataset: Dataset,
     mixtures: dict[SplitName, Mixture],
     step: int,
+    recorded: Mapping[str, str],
     log: Callable[[str], None],
 ) -> dict[SplitName, Mixture]:
     """Add log-probabilities of the initial model to mixtures of `Pairs`.
@@ -45,24 +49,30 @@ def with_references(
         mixtures: mixtures by split.
         step: completed steps: the file is written at step 0, where keys may change the model, and
             read later.
+        recorded: fingerprints of the run's files in the newest checkpoint.
         log: receives a message before the computation.
 
     Raises:
-        CheckpointError: if the file is missing after step 0.
+        CheckpointError: if the file is missing or damaged after step 0.
     """
     content_key = repr([dataset.fingerprint, built.plan.seq_len, built.plan.job.data.overlong])
     file = built.plan.run_path / f"references-{xxh3_64_hexdigest(content_key.encode())}.npy"
     sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
     lengths = [samples.num_pairs for samples in sources]
+
     # Rank 0 decides, because other ranks may not see the directory.
-    references = run_on_rank_0(
-        lambda: torch.from_numpy(np.load(file)) if step and file.exists() else None,
-        f"{file}: could not be read",
-    )
+    def read() -> Tensor | None:
+        if not step or not file.exists():
+            return None
+        content = file.read_bytes()
+        if recorded.get(file.name, hash_content(content)) != hash_content(content):
+            raise CheckpointError(f"{file}: the content has changed since it was written. {REMEDY}")
+        return torch.from_numpy(np.load(io.BytesIO(content)))
+
+    references = run_on_rank_0(read, f"{file}: could not be read")
     if references is None and step:
         raise CheckpointError(
-            f"{file}: the log-probabilities of the initial model are missing. Restore the file, or "
-            "start again with another --run.dir."
+            f"{file}: the log-probabilities of the initial model are missing. {REMEDY}"
         )
     if references is None:
         log(f"computing the initial model's log-probabilities of {sum(lengths):,} pairs")

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule
+from weft.checkpoint.manifest import run_on_rank_0
+from weft.checkpoint.run_fingerprints import fingerprint_run, recorded_fingerprints
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.dataset import Dataset
 from weft.data.loader import Loader, Mixture, Prefetcher, build_mixture
@@ -102,8 +104,11 @@ def open_run(
             split: build_mixture(dataset, split, plan.seq_len, job.data, plan.seed)
             for split in SPLITS
         }
+        unreadable = f"{run_dir}: the files of the run could not be read"
         if built.train_step.objective.needs_references:
-            mixtures = with_references(built, dataset, mixtures, state.step, log)
+            recorded = run_on_rank_0(lambda: recorded_fingerprints(home), unreadable)
+            mixtures = with_references(built, dataset, mixtures, state.step, recorded, log)
+        run_files = run_on_rank_0(lambda: fingerprint_run(run_dir, job, True), unreadable)
 
         replicas = join_replica_groups(built, dataset, rank, log)
         stack.enter_context(closing(replicas))
@@ -112,6 +117,7 @@ def open_run(
             job.checkpoint.keep_latest,
             async_save=job.checkpoint.async_save,
             local_dir=job.checkpoint.local_dir,
+            run_files=run_files,
             log=lambda text: events.add("warning", timer.completed_step, text, warning=True),
         )
         stack.enter_context(closing(checkpoints))
