@@ -3,8 +3,10 @@
 The pages stay plain Markdown, readable on GitHub.  While Sphinx reads them, `read`
 
 - replaces a page that is only ``% NAME`` in its first line by NAME.md of the directory above;
-- replaces ``<!-- generate: NAME -->`` by a reference of `PAGES`, made from weft's own tables;
-- replaces ``<!-- diagram: NAME -->`` by a drawing of `DIAGRAMS`, made from weft's own plans;
+- replaces ``<!-- generate: NAME -->`` by a reference of `PAGES`, made from weft's own tables, with
+  the line in italics below it, which is for readers of the file;
+- replaces ``<!-- diagram: NAME -->`` by a drawing of `DIAGRAMS`, made from weft's own plans, with
+  the line in italics below it, too;
 - replaces ``<!-- automodule: NAME -->`` by the docstrings of a module of weft, if there is one;
 - names the language of each code block without one, for its colors.
 
@@ -127,6 +129,10 @@ def automodule(match: re.Match[str]) -> str:
     return f"```{{eval-rst}}\n.. automodule:: weft.{match[1]}\n   :members:\n```"
 
 
+# A marker, and the line in italics below it: what the page shows where it is not built.
+MARKER = r"<!-- {}: (\w+) -->(?:\n\*[^*\n]+\*)?"
+
+
 def read(app: Any, name: str, source: list[str]) -> None:
     """Prepare the Markdown of a page."""
     text = source[0]
@@ -136,10 +142,10 @@ def read(app: Any, name: str, source: list[str]) -> None:
         app.env.note_dependency(str(path))
         text = page_above(path) + rest
     text = FENCE.sub(name_language, text)
-    text = re.sub(r"<!-- generate: (\w+) -->", lambda match: PAGES[match[1]](), text)
+    text = re.sub(MARKER.format("generate"), lambda match: PAGES[match[1]](), text)
     text = re.sub(r"<!-- automodule: ([\w.]+) -->", automodule, text)
     source[0] = re.sub(
-        r"<!-- diagram: (\w+) -->",
+        MARKER.format("diagram"),
         lambda match: f"```{{raw}} html\n{DIAGRAMS[match[1]]()}\n```",
         text,
     )

@@ -53,8 +53,14 @@ def default_text(value: object) -> str:
     return code(json.dumps(value, ensure_ascii=False)) if value != "" else "empty"
 
 
+def prose(text: str) -> str:
+    """Escape ``<name>`` in text outside of code, which Markdown would take for HTML."""
+    parts = text.split("`")
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
+
+
 def sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
+    return prose(f"{text[0].upper()}{text[1:].removesuffix('.')}.")
 
 
 def properties(model: type[schema.Section]) -> dict[str, Json]:
@@ -68,7 +74,7 @@ def peers_line(names: dict[str, str]) -> Iterator[str]:
     if known:
         yield f":Elsewhere: {', '.join(known)}"
     if "words" in names:
-        yield f":Related: {names['words']}"
+        yield f":Related: {prose(names['words'])}"
 
 
 def key_entry(name: str, values: Json) -> Iterator[str]:
@@ -84,7 +90,7 @@ def key_entry(name: str, values: Json) -> Iterator[str]:
 
 def section_text(section: type[schema.Section]) -> str:
     """Return the docstring of a section, with links to the pages that it names."""
-    text = inspect.cleandoc(section.__doc__ or "")
+    text = prose(inspect.cleandoc(section.__doc__ or ""))
     return re.sub(r"docs/(\w[\w-]*)\.md", r"[\1](../\1.md)", text)
 
 
@@ -109,7 +115,7 @@ def fields_table(section: type[schema.Section], prefix: str = "") -> list[str]:
     for key, values in properties(section).items():
         names = load_peer_names().get(f"{prefix}{key}", {})
         others = " ".join(peers_line(names)).replace(":Related: ", "Related: ").strip()
-        meaning = ". ".join(filter(None, (values["description"], others.lstrip(":"))))
+        meaning = ". ".join(filter(None, (prose(values["description"]), others.lstrip(":"))))
         default = default_text(values["default"])
         rows.append(f"| {code(key)} | {type_text(values)} | {default} | {meaning} |")
     return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
@@ -147,7 +153,7 @@ def peers_page() -> str:
             cells = [code(names[peer]) if peer in names else "" for peer in PROJECTS]
             lines.append(f"| {code(key)} | {' | '.join(cells)} |")
     lines += ["", "## Names without a key", "", "| elsewhere | in weft |", "|---|---|"]
-    lines += [f"| {code(name)} | {answer} |" for name, answer in load_peer_answers().items()]
+    lines += [f"| {code(name)} | {prose(answer)} |" for name, answer in load_peer_answers().items()]
     return "\n".join(lines)
 
 

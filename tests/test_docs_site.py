@@ -85,7 +85,7 @@ def test_keys_page_every_key_has_type_default_and_description() -> None:
         assert re.search(r"^:type: \S", entry, re.M), name
         assert re.search(r"^:default: \S", entry, re.M), name
         assert field.description
-        assert field.description[1:] in entry
+        assert reference_pages.prose(field.description[1:]) in entry
 
 
 def test_keys_page_names_of_other_projects_are_in_the_entry() -> None:
@@ -141,6 +141,23 @@ def test_llms_txt_is_up_to_date() -> None:
     text = (ROOT / "llms.txt").read_text("utf-8")
     assert text == llms.llms_text(), "run python docs/llms.py"
     assert all((ROOT / path).exists() for path in re.findall(r"\]\((.*?)\)", text))
+
+
+def test_markers_of_pages_have_a_line_for_readers_of_the_file() -> None:
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = path.read_text()
+        for match in re.finditer(r"<!-- (generate|diagram): \w+ -->\n", text):
+            rest = text[match.end() :].partition("\n")[0]
+            assert re.fullmatch(r"\*[^*\n]*make docs[^*\n]*\*", rest), (path, match[0])
+
+
+def test_prose_names_in_angle_brackets_are_no_html() -> None:
+    assert (
+        reference_pages.prose("runs/<recipe>, `model.<field>`")
+        == "runs/&lt;recipe>, `model.<field>`"
+    )
+    page = re.sub(r"`[^`\n]*`", "", reference_pages.keys_page() + reference_pages.peers_page())
+    assert not re.search(r"<[a-z]", page)
 
 
 def test_markers_of_pages_have_a_generator() -> None:

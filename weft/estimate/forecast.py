@@ -33,7 +33,7 @@ from weft.plan.plan import Machine, Plan
 # Outside PyTorch's allocator.  GPU: the CUDA context (0.5 GiB) and NCCL's buffers; CPU: the
 # interpreter with PyTorch.
 OUTSIDE_ALLOCATOR = {"cuda": int(1.25 * GIB), "cpu": int(0.4 * GIB)}
-# Relative error of the step time that nine of ten published runs stay within; see docs/planner.md.
+# Relative error that nine of ten published runs of FSDP2 programs stay within; docs/planner.md.
 ERROR, CALIBRATED_ERROR, LOW_CONFIDENCE_ERROR = 0.25, 0.17, 0.5
 # TorchTitan's three runs of 405B with context parallelism: 51, 65 and 106 %.
 CONTEXT_PARALLEL_ERROR = 1.1

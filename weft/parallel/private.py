@@ -1,10 +1,12 @@
 """PyTorch internals that weft uses, and names that differ between versions.
 
-Each function says what it does and why the public interface is not enough.  No other module of weft
-uses private parts of PyTorch, except `weft.parallel.private_schedules` (pipelines),
+Each function says what it does and why the public interface is not enough.  Other modules that use
+private parts of PyTorch: `weft.parallel.private_schedules` (pipelines),
 `weft.parallel.block_attention` and `weft.parallel.collectives` (operators),
-`weft.cluster.rendezvous`, and `weft.estimate.private_trace` (a fake world, for plans).
-``tests/parallel/test_private.py`` fails when one of them changes.
+`weft.parallel.activation_checkpoint` (partitioners), `weft.cluster.rendezvous`,
+`weft.cluster.launcher`, and `weft.estimate` (a fake world, for plans).  Some modules take
+one name where they use it: fake tensors, dynamo's and inductor's settings and caches.
+``tests/parallel/test_private.py`` fails when a function of this module changes.
 
 *When can they go?*  Numbers are issues and pull requests of pytorch/pytorch.  Functions that are
 not listed have no public counterpart that we know.
