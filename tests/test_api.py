@@ -135,6 +135,15 @@ def test_override_reaches_the_job(key: str, value: object, expected: object) -> 
     assert getattr(getattr(job, section), name) == expected
 
 
+def test_override_of_a_nested_mapping_is_that_of_its_keys() -> None:
+    nested = {"optim": {"lr": 1e-3, "schedule": "cosine"}, "model": {"num_layers": 2}}
+    flat = {"optim.lr": 1e-3, "optim.schedule": "cosine", "model.num_layers": 2}
+    errors = ConfigErrors()
+    assert encode_overrides(nested, errors) == encode_overrides(flat, errors)
+    job, _, job_errors = read_job("demo", encode_overrides(nested, errors))
+    assert (errors, job_errors, job.optim.lr) == ([], [], 1e-3)
+
+
 def test_override_keeps_strings_of_untyped_keys() -> None:
     pairs = encode_overrides({"model.name": "8", "model.size": 8, "model.x": [1, "a"]}, [])
     job, _, _ = read_job("demo", pairs)

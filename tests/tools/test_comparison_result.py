@@ -11,8 +11,13 @@ import pytest
 from tests.tools.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
 from weft.config.errors import ConfigError
-from weft.config.schema import Job
-from weft.tools.comparison_result import ComparisonSettings, ComparisonSummary
+from weft.config.schema import Job, keys, replace
+from weft.models.decoder_config import DecoderConfig
+from weft.tools.comparison_result import (
+    KEYS_WITHOUT_SPEED,
+    ComparisonSettings,
+    ComparisonSummary,
+)
 from weft.tools.report.comparison_page import write_page
 from weft.tools.report.page import REPORT_FILE
 from weft.tools.trials import TrialResult, trial_dir
@@ -26,6 +31,11 @@ def browser() -> Iterator[Browser]:
     started = Browser()
     yield started
     started.driver.quit()
+
+
+def test_keys_without_speed_exist() -> None:
+    fields = {f"model.{name}" for name in DecoderConfig.model_fields}
+    assert {*keys(), *fields} >= KEYS_WITHOUT_SPEED
 
 
 def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSummary:
@@ -51,6 +61,38 @@ def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSum
     write_page(directory, result, messages.append)
     assert messages == []
     return result
+
+
+@pytest.mark.parametrize(
+    ("key", "values_of_key", "names_speed"),
+    [("lr", (1e-3, 3e-3, 1e-2), False), ("state_dtype", ("float32", "bfloat16", "8bit"), True)],
+)
+def test_verdict_of_a_sweep_ranks_losses_and_names_speed_only_where_it_can_differ(
+    tmp_path: Path, key: str, values_of_key: tuple[object, ...], names_speed: bool
+) -> None:
+    losses, variants, results = (3.2, 2.9, 3.0), [], []
+    for v, value in enumerate(values_of_key):
+        job = replace(Job(), optim={key: value})
+        variants.append(Variant(f"{key}={value}", "demo", job, plan=object()))  # type: ignore[arg-type]
+        for r in (1, 2, 3):
+            elapsed = {"productive": 9.0, "restarting": 0.0}
+            row = {"step_seconds": 1 + 0.1 * v + 0.01 * r, "time_breakdown": elapsed}
+            row["loss"] = losses[v] + 0.001 * r * (v + 1)
+            run = make_run(
+                trial_dir(tmp_path, v, variants[v].label, r),
+                [values(step, **row) for step in range(1, 21)],
+            )
+            (run / "plan.json").write_text(json.dumps(plan()))
+            results.append(TrialResult(v, r, 0, "", 1.0))
+    verdict = ComparisonSummary(tmp_path, variants, results, ComparisonSettings(3)).verdict
+    text = "\n".join(verdict)
+    assert (" slower than " in text) == names_speed
+    if not names_speed:
+        assert verdict[0].startswith("lowest train loss first: lr=0.003 (2.90")
+        order = [verdict[0].index(f"lr={value} ") for value in (0.003, 0.01, 0.001)]
+        assert order == sorted(order)
+        assert verdict[1].startswith("the best two, lr=0.003 and lr=0.01: lr=0.01's train loss")
+        assert "is higher" in verdict[1]
 
 
 @needs_browser

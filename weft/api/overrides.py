@@ -16,11 +16,18 @@ def encode_overrides(
     """Return pairs of key and text, which `weft.config.reader.read_job` checks.
 
     Args:
-        overrides: ``{"section.key": value}``; numbers, booleans, strings, paths, lists, mappings.
+        overrides: ``{"section.key": value}``, or ``{"section": {"key": value}}``; values are
+            numbers, booleans, strings, paths, lists, mappings.
         errors: receives an error for each value of another type.
     """
     pairs = []
+    flat: dict[str, object] = {}
     for key, value in (overrides or {}).items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[str(key)] = value
+    for key, value in flat.items():
         try:
             pairs.append((str(key), encode_value(str(key), value)))
         except TypeError as error:

@@ -50,6 +50,18 @@ LOSS_KEYS = (
     "train.objective",
 )
 
+# Keys without effect on the time of a step: a difference in speed between runs that differ in
+# nothing else is noise.
+KEYS_WITHOUT_SPEED = frozenset(
+    {
+        *("train.seed", "train.steps", "train.epochs", "train.dpo_beta", "train.mtp_weight"),
+        *("optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay"),
+        *("optim.momentum", "optim.schedule", "optim.warmup_steps", "optim.decay_fraction"),
+        *("optim.min_lr_ratio", "lora.alpha", "lora.lr_ratio", "lora.rank_stabilized"),
+        *("model.rope_theta", "model.norm_eps", "model.router_aux_loss_coef"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class ComparisonSettings:
@@ -105,6 +117,7 @@ class ComparisonSummary:
         loss_configs = [_loss_config(variant) for variant in variants]
         others = [v for v, c in enumerate(loss_configs) if c != loss_configs[self._base]]
         self.comparisons = compare_variants(trials, settings.margin, settings.relative, others)
+        self._other_losses = others
         self.runs = [Path(trials[0].run_dir) for trials in self._trials if trials]
         self.verdict = self._make_verdict()
         self.head, self.rows = self._make_table()
@@ -199,7 +212,9 @@ class ComparisonSummary:
         if not self.comparisons:
             label = self.labels[self._base]
             return [f"only {label} has finished trials, so nothing is compared"]
-        lines = []
+        changes = [{*self._changed_keys(self._variants[c.variant])} for c in self.comparisons]
+        affects_speed = any(not keys or keys - KEYS_WITHOUT_SPEED for keys in changes)
+        lines = [] if affects_speed else self._rank_losses()
         num_tests = _count_tests([comparison.speed for comparison in self.comparisons])
         num_device_tests = _count_tests([comparison.per_device for comparison in self.comparisons])
         for comparison in self.comparisons:
@@ -210,8 +225,10 @@ class ComparisonSummary:
             if spreads:
                 spread = percent(max(spreads))
                 steps = f" (half of a run's steps were within {spread} of its median)"
-            sentences = [speed_sentence(comparison.speed, *names, "", num_tests, steps)]
-            if (claim := comparison.per_device) is not None:
+            sentences = []
+            if affects_speed:
+                sentences = [speed_sentence(comparison.speed, *names, "", num_tests, steps)]
+            if affects_speed and (claim := comparison.per_device) is not None:
                 sentence = speed_sentence(claim, *names, " per device", num_device_tests, steps)
                 sentences.append(sentence)
             kind = self._losses.kind
@@ -221,6 +238,34 @@ class ComparisonSummary:
             lines.append(
                 f"{len(self.comparisons)} variants were compared with {self.labels[self._base]}, "
                 "not with each other; Holm's procedure corrects the p-values for their number"
+            )
+        return lines
+
+    def _rank_losses(self) -> list[str]:
+        """Return the order of the losses, and the best one compared with the next.
+
+        Empty if fewer than three variants have comparable losses: then one comparison says it.
+        """
+        assert self._losses is not None
+        means = {
+            v: mean
+            for v, trials in enumerate(self._trials)
+            if v not in self._other_losses and (mean := mean_loss(trials)) is not None
+        }
+        if len(means) < 3:
+            return []
+        order = sorted(means, key=lambda v: means[v])
+        ranking = ", ".join(f"{self.labels[v]} ({means[v]:.4f})" for v in order)
+        lines = [f"lowest {self._losses.kind} loss first: {ranking}"]
+        best, second = order[:2]
+        settings = self._settings
+        pair = [*self._trials[best], *self._trials[second]]
+        for result in compare_variants(pair, settings.margin, settings.relative):
+            names = (self.labels[result.variant], self.labels[result.baseline])
+            sentence = loss_sentence(result, self._losses.kind, *names, means[result.baseline])
+            lines.append(
+                f"the best two, {self.labels[best]} and {self.labels[second]}: {sentence}; "
+                f"relative to {names[1]}"
             )
         return lines
 
