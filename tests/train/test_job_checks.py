@@ -101,13 +101,17 @@ def test_plan_with_data_shrinks_a_batch_that_the_data_cannot_fill(store_path: Pa
     sizes = plan.global_batch_size, plan.job.train.global_batch_size, plan.local_batch_size
     assert sizes == (size, size, size // 2)
     assert plan.num_steps == math.ceil(3 * count / size)
-    first, second, _ = plan.warnings
+    first, *middle, second, _ = plan.warnings
     assert first == (
         f"train.global_batch_size=100000 exceeds the {count:,} sequences of the training set: "
-        f"it is now {size}"
+        f"it is now {size}, a multiple of the 2 data-parallel ranks"
+    )
+    epochs = plan.num_steps * size / count  # whole steps
+    assert [f"train.epochs=3 becomes {epochs:.1f} epochs" in each for each in middle] == [True] * (
+        epochs > 3.3
     )
     assert second.startswith(f"train.epochs=3 is only {plan.num_steps} steps of {size} sequences.")
-    assert plan.warnings[2].startswith("optim.warmup_steps=5 leaves no step")
+    assert plan.warnings[-1].startswith("optim.warmup_steps=5 leaves no step")
 
 
 def test_plan_rejects_epochs_beside_steps() -> None:

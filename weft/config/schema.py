@@ -183,7 +183,11 @@ class DataSection(Section):
         "weighted data sources, in place of data.path; a weight is the source's share of the "
         'sequences: {"web/" = 0.7, "code/" = 0.3}, or web/=0.7,code/=0.3 on the command line',
     )
-    text_field: Text = key("text", "field or column that holds the text of a document")
+    text_field: Text = key(
+        "text",
+        "field or column that holds the text of a document; a.b: the field b of the object or "
+        "struct a",
+    )
     format: Literal["text", "chat", "preferences"] = key(
         "text",
         "content of data.path. text: documents; chat: JSONL lines with messages, or with prompt "

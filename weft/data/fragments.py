@@ -9,6 +9,7 @@ a user's function yields rows one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -147,9 +148,34 @@ def table_error(file: File, rule: str) -> InvalidConfig:
     return path_error(file.path, rule, remedy)
 
 
+def find_field(row: Mapping[str, Any], field: str) -> Any:
+    """Return a field of a row; ``a.b`` is the field b of the object a.
+
+    A field with the exact name comes first; a field of null is null.
+
+    Raises:
+        KeyError: there is no such field.
+    """
+    if field in row or "." not in field:
+        return row[field]
+    value: Any = row
+    for part in field.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise KeyError(field)
+        value = value[part]
+    return value
+
+
+def _find_column(column: str, names: Sequence[str]) -> str:
+    """Return the name of the column that holds a field such as ``a.b``."""
+    return column if column in names else column.partition(".")[0]
+
+
 def _select_columns(file: File, columns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the columns that exist in a file, at least one."""
-    existing = [column for column in columns if column in names]
+    existing = [name for column in columns if (name := _find_column(column, names)) in names]
     if not existing:
         options = " or ".join(map(repr, columns))
         raise table_error(file, f"has no column {options}; {describe_fields(columns[0], names)}")
@@ -308,12 +334,32 @@ def read_text_column(fragment: FileFragment, name: str) -> Iterator[bytes | None
     """
     pa = _import_pyarrow(fragment.file)
     for table in read_tables(fragment, [name]):
-        column = table.column(name)
+        column = _read_field(fragment.file, table, name)
         text_type = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         is_text_type = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
         if not any(is_type(text_type) for is_type in is_text_type):
-            raise table_error(fragment.file, f"has {text_type} in the column {name!r}, not text")
+            rule = f"has {text_type} in the column {name!r}, not text"
+            if pa.types.is_struct(text_type) and text_type.num_fields:
+                rule += f"; {name}.{text_type.field(0).name} is a field of it"
+            raise table_error(fragment.file, rule)
         yield from column.cast(text_type).cast(pa.large_binary()).to_pylist()
+
+
+def _read_field(file: File, table: Any, name: str) -> Any:
+    """Return a column, or the field of a struct that a name such as ``a.b`` means."""
+    if name in table.schema.names:
+        return table.column(name)
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column_name, *fields = name.split(".")
+    column = table.column(column_name)
+    for field in fields:
+        is_struct = pa.types.is_struct(column.type)
+        if not is_struct or column.type.get_field_index(field) < 0:
+            raise table_error(file, f"has no column {name!r}; {column_name} is {column.type}")
+        column = pc.struct_field(column, field)
+    return column
 
 
 # --------------------------------------------------------------------------- datasets
@@ -444,7 +490,10 @@ def read_user_rows(file: File, columns: Sequence[str]) -> Iterator[dict[str, Any
             if not isinstance(row, Mapping):
                 rule = f"yields a {type(row).__name__} as row {number}, neither text nor a mapping"
                 raise path_error(file.path, rule)
-            present = {name: row[name] for name in columns if name in row}
+            present = {}
+            for name in columns:
+                with suppress(KeyError):
+                    present[name] = find_field(row, name)
             if not present:
                 rule = f"yields row {number} without a field {' or '.join(map(repr, columns))}"
                 raise path_error(file.path, rule, suggest(columns[0], list(row)))

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, truncate_list
 from weft.config.escaping import escape_controls
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
@@ -209,6 +209,9 @@ def _read_corpus(
     source, _, chat = inputs
     if source is None:
         return None
+    if source.repeated:
+        names = truncate_list(source.repeated)
+        report(Progress(f"{section.path}: read once, and not again by their links: {names}"))
     if chat is not None:
         return read_conversation_corpus(section, source, chat, report)
     if source.kind == "text":

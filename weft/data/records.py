@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from weft.data.fragments import (
     FileFragment,
     describe_fields,
+    find_field,
     read_tables,
     read_text_column,
     read_user_rows,
@@ -196,9 +197,10 @@ def _parse_document(
         return InvalidRecord(
             number, f"is {_describe_type(record)}, not an object with a field {field!r}"
         )
-    if field not in record:
+    try:
+        value = find_field(record, field)
+    except KeyError:
         return InvalidRecord(number, f"has no field {field!r}; {describe_fields(field, record)}")
-    value = record[field]
     if value is None:
         return Document(number, b"")
     if not isinstance(value, str):

@@ -67,10 +67,14 @@ Kind = Literal["text", "records", "tokens", "saved", "hub", "own"]
 
 @dataclass(frozen=True)
 class SourceRef:
-    """Kind of a source; ``files``, sorted by name, of text, records or tokens."""
+    """Kind of a source; ``files``, sorted by name, of text, records or tokens.
+
+    ``repeated`` are names of links to these files, which are read once.
+    """
 
     kind: Kind
     files: tuple[File, ...] = ()
+    repeated: tuple[str, ...] = ()
 
 
 def check_path(path: str) -> list[ConfigError]:
@@ -211,14 +215,16 @@ def _detect_local(path: str) -> SourceRef:
     raise path_error(path, "is neither a file nor a directory", _PATH_REMEDY)
 
 
-def _classify_files(files: Sequence[File], explicit: bool) -> SourceRef:
-    """Return what the files are together.
+def _classify_files(all_files: Sequence[File], explicit: bool) -> SourceRef:
+    """Return what the files are together, each read once.
 
     Args:
-        files: the data files, with metadata of a directory.
+        all_files: the data files, with metadata of a directory; links to each other among them.
         explicit: the user named the files, one by one or by a glob.
     """
     data_files, kinds = [], set()
+    files = _remove_links(all_files)
+    repeated = tuple(file.name for file in all_files if file not in files)
     for file in files:
         kind = detect_format(file.name, explicit)
         is_selected = explicit and kind is not None  # a glob may select metadata names
@@ -226,8 +232,18 @@ def _classify_files(files: Sequence[File], explicit: bool) -> SourceRef:
             data_files.append(file)
             kinds.add(kind)
     if not kinds or None in kinds or ("tokens" in kinds and len(kinds) > 1):
-        return SourceRef("text", tuple(files))
-    return SourceRef("tokens" if kinds == {"tokens"} else "records", tuple(data_files))
+        return SourceRef("text", tuple(files), repeated)
+    read_as: Kind = "tokens" if kinds == {"tokens"} else "records"
+    return SourceRef(read_as, tuple(data_files), repeated)
+
+
+def _remove_links(files: Sequence[File]) -> list[File]:
+    """Return the files without links to others; of links alone the first remains."""
+    kept: dict[object, File] = {}
+    for file in sorted(files, key=lambda file: os.path.islink(file.path)):
+        is_local = not is_remote(file.path)
+        kept.setdefault(_file_id(Path(file.path)) if is_local else file.path, file)
+    return [file for file in files if file in kept.values()]
 
 
 def _refuse_mixed(path: str, source: SourceRef) -> None:

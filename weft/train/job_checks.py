@@ -516,7 +516,11 @@ def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
             job = replace(plan.job, train={"global_batch_size": max(1, new_size)})
             smaller = resolve_nodes(apply_environment(job), detect_machine(job.run))
         plan = smaller or plan
-        action = f"it is now {plan.global_batch_size}" if smaller else "each step repeats some"
+        action = "each step repeats some"
+        if smaller:
+            action = f"it is now {plan.global_batch_size}"
+            if plan.dp_size > 1:
+                action += f", a multiple of the {plan.dp_size} data-parallel ranks"
         notes = [
             f"train.global_batch_size={size} exceeds the {count:,} sequences of the training set: "
             f"{action}"
@@ -524,6 +528,13 @@ def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
     step, samples = _read_progress(plan)
     remaining = max(0.0, train.epochs * count - samples)
     num_steps = max(1, step + math.ceil(remaining / plan.global_batch_size))
+    epochs = num_steps * plan.global_batch_size / count
+    if epochs > 1.1 * train.epochs and not step:
+        notes.append(
+            f"train.epochs={train.epochs:g} becomes {epochs:.1f} epochs: {num_steps} whole steps "
+            f"of {plan.global_batch_size} sequences, of which the training set has {count:,}. Use "
+            "a train.global_batch_size that divides them better."
+        )
     if num_steps < FEW_STEPS:
         notes.append(
             f"train.epochs={train.epochs:g} is only {num_steps} step{'s' * (num_steps > 1)} of "
