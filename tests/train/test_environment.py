@@ -273,7 +273,7 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake("half a rank", {"RANK": "0"}, ["WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"], "missing"),
+    Mistake("half a rank", {"RANK": "0"}, ["RANK"], "WORLD_SIZE is not"),
     Mistake("no number", TORCHRUN | {"RANK": "x"}, ["RANK"], "between 0 and 3"),
     Mistake("too high", TORCHRUN | {"RANK": "4"}, ["RANK"], "between 0 and 3"),
     Mistake("too high here", TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK"], "between 0 and 1"),

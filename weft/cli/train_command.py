@@ -18,7 +18,7 @@ def add_train(commands: Commands) -> None:
     text = f"{summary}\n\n{list_keys()}"
     add = add_command(commands, "train", run_train, text).add_argument
     add("recipe", metavar="RECIPE", help=RECIPE_HELP)
-    text = "check the configuration and print the plan; start nothing"
+    text = "make the checks of a start, except of the tokens, and print the plan; start nothing"
     add("--dry-run", action="store_true", help=text)
     add("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     text = "start even if memory is predicted not to suffice, or the tokenizer not to fit"
@@ -41,12 +41,17 @@ def run_train(options: argparse.Namespace) -> int:
         options.errors.add("--json", "needs --dry-run", "add --dry-run", value=True)
     base, plan = prepare_job(options.recipe, options.overrides, options.errors, adopt_paths)
     if options.dry_run:
+        from weft.cluster.start import check_start
         from weft.plan.plan_text import describe_plan
         from weft.train.machine import detect_machine
 
+        _, warning, _ = check_start(plan, options.force, download=False)
         machine = detect_machine(plan.job.run)
         name = options.recipe
         print(plan.to_json() if options.json else describe_plan(plan, machine, name))
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
+        print("not checked: the tokens of the data, which the start prepares", file=sys.stderr)
         return 0
     if is_launched_rank():
         try:

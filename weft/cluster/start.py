@@ -38,7 +38,7 @@ from weft.cluster.requeue import record_final_failure, record_start
 from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.cluster.run_files import intact_checkpoint_step, write_run_files
 from weft.cluster.watchdog import start_watchdog
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import replace_bytes
 from weft.config.formatting import display_path, format_count
 from weft.config.locks import lock_directory
@@ -59,6 +59,7 @@ from weft.monitor.terminal import format_duration, quiet_console
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages, run_title
+from weft.tools.hf_import import ModelSource
 from weft.tools.model_import import import_on_rank_0, import_source, open_source
 from weft.tools.report.page import REPORT_FILE
 from weft.tools.report.run_report import (
@@ -113,9 +114,8 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
 
     if job.resilience.preflight and not is_healthy():
         return UNHEALTHY
-    prediction, warning = predict_run(plan, detect_machine(job.run), force)
     hydrate_start(plan, console)
-    source = open_source(plan, force)
+    prediction, warning, source = check_start(plan, force)
     dataset = load_dataset(plan, console)
     plan = plan_with_data(plan, dataset)
     lock = lock_directory(run_dir, run_dir_in_use(run_dir), shared=plan.node_counts[-1] > 1)
@@ -161,6 +161,33 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     if error is not None:
         raise error  # after the report, which shows it
     return 0
+
+
+def check_start(
+    plan: Plan, force: bool, download: bool = True
+) -> tuple[RunPrediction | None, str, ModelSource | None]:
+    """Make the checks of a start that need no tokens; write nothing.
+
+    Args:
+        plan: the plan of the run.
+        force: see `start_training`.
+        download: also open a model of the Hub, whose weights this downloads.
+
+    Returns:
+        The predicted memory and time, a warning or "", and the model to import.
+
+    Raises:
+        InvalidConfig: with every reason why the run cannot start.
+    """
+    errors, path = ConfigErrors(plan.job), plan.job.model.path
+    prediction, warning, source = None, "", None
+    with errors.collect():
+        prediction, warning = predict_run(plan, detect_machine(plan.job.run), force)
+    with errors.collect():
+        if download or not path or Path(path).expanduser().is_dir():
+            source = open_source(plan, force)
+    errors.raise_any()
+    return prediction, warning, source
 
 
 def handle_stop_signals() -> None:

@@ -184,6 +184,12 @@ def _torchrun(environment: Environment) -> ClusterEnvironment | None:
     names = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if not names or ("PET_NNODES" in environment and "LOCAL_RANK" not in environment):
         return None
+    if len(names) == 1:  # left over in a shell: launchers set both
+        given = [name for name in RANK_VARIABLES if name in environment]
+        missing = "WORLD_SIZE" if names == ["RANK"] else "RANK"
+        rule = f"is set, but {missing} is not, so no launcher has started this process"
+        remedy = f"run unset {' '.join(given)}"
+        raise InvalidConfig([ConfigError(names[0], environment[names[0]], rule, remedy)])
     variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     variables |= {name: environment[name] for name in RANK_VARIABLES if name in environment}
     return _as_rank("torchrun", variables, dict.fromkeys(RANK_VARIABLES, ""))

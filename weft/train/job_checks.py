@@ -56,7 +56,7 @@ from weft.plan.model_config import (
 from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
-from weft.train.environment import apply_environment
+from weft.train.environment import apply_environment, is_log_node
 from weft.train.loss import OBJECTIVES, build_objective
 from weft.train.machine import detect_machine, is_launched_rank
 from weft.train.state import checkpoint_dir
@@ -128,6 +128,7 @@ def prepare_job(
     if plan is not None:
         later += check_data_is_named(plan)
         job = replace(job, run={"dir": plan.run_dir})
+    later += check_logins(job)
     _check_restarts(later, job.resilience.time_limit)
     is_reachable = _check_checkpoint_dir(later, job.checkpoint.dir)
     is_unknown = bool(job.model.path) and job.data.trains_tokenizer  # the model cannot be read
@@ -315,6 +316,24 @@ def check_names(job: Job) -> ConfigErrors:
             errors.add(key, str(error), suggest(value, table), value=value)
     if ":" in job.train.objective and "train.objective" not in [error.key for error in errors]:
         _check_objective(errors, job)
+    return errors
+
+
+def check_logins(job: Job) -> ConfigErrors:
+    """Check that Weights & Biases has a login, before data are tokenized."""
+    errors = ConfigErrors(job)
+    is_offline = os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared")
+    if "wandb" not in job.monitor.trackers or is_offline or not is_log_node(os.environ):
+        return errors
+    try:
+        import wandb
+
+        has_login = bool(wandb.api.api_key)
+    except Exception:  # of any type, from wandb: its start decides
+        return errors
+    if not has_login:
+        remedy = "run wandb login, or set WANDB_MODE=offline, which writes into run.dir"
+        errors.add("monitor.trackers", "needs a login", remedy, value="wandb")
     return errors
 
 
