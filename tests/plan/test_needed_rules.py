@@ -163,6 +163,7 @@ FAILS = [
     ),
     Refused("model.num_heads", "makes head_dim=9 odd", TEXT, "model.dim=36"),
     Refused("model.head_dim", "is odd", TEXT, "model.head_dim=7"),
+    Refused("model.rope_head_dim", "is odd", LATENT, "model.rope_head_dim=3"),
     Refused("model.num_kv_heads", "does not divide", TEXT, "model.num_kv_heads=3"),
     Refused(
         "model.rope_long_factors",
