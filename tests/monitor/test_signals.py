@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tests.small import (
     train_rank,
     untimed_records,
 )
+from tests.stop_drill import drill, print_histogram
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.data.dataset import open_dataset
 from weft.monitor.run_reader import read_event_log
@@ -224,3 +226,13 @@ def test_signal_while_compiling_saves(store_path: Path, tmp_path: Path) -> None:
     call = (overrides, str(store_path), int(signal.SIGTERM), str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call, timeout=240) == [False, False]
     assert checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1]) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stop_drill_ends_in_the_state_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """Random kills and stops of runs that evaluate and generate: see `tests.stop_drill`."""
+    latencies = drill(12, seed=2, home=tmp_path)
+    print_histogram(latencies)
+    assert latencies
+    assert statistics.median(latencies) < 2  # step times; single stops depend on the machine
