@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import gc
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.harness import RankError, run_ranks
-from tests.small import Overrides, losses, newest_state, records, train_rank
+from tests.small import (
+    Overrides,
+    losses,
+    newest_state,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+    untimed_records,
+)
 from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
+from weft.data.dataset import open_dataset
 from weft.train.job_checks import prepare_job
+from weft.train.loop import train
 
 KEYS = {
     "step",
@@ -249,3 +263,42 @@ def test_run_garbage_is_collected_after_the_same_step_on_all_ranks(
 ) -> None:
     job = [("run.dir", str(tmp_path)), ("train.steps", "120")]
     assert run_ranks(collections, 1, job, str(store_path)) == [([1, 1], True)]
+
+
+def train_and_print(overrides: Overrides, store: str) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=1000)
+    train(plan_here(small_job(*overrides)), open_dataset(Path(store)), this_rank(), console)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (("train.steps", "12"), "1.00e-04 at step 6 -> 1.00e-03 at step 7"),
+        (("optim.weight_decay", "0.2"), ""),
+    ],
+)
+def test_resume_with_another_learning_rate_reports_it_once(
+    changed: tuple[str, str], expected: str, store_path: Path, tmp_path: Path
+) -> None:
+    job = [("train.steps", "6"), ("optim.lr", "1e-3"), ("optim.warmup_steps", "0")]
+    job += [("optim.schedule", "wsd"), ("optim.min_lr_ratio", "0.1"), ("run.dir", str(tmp_path))]
+    (first,) = run_ranks(train_and_print, 1, job, str(store_path))
+    (second,) = run_ranks(train_and_print, 1, [*job, changed], str(store_path))
+    assert "the changed keys" not in first
+    assert second.count("the changed keys") == bool(expected)
+    assert expected in second
+
+
+def test_killed_run_has_the_records_of_an_undisturbed_one(store_path: Path, tmp_path: Path) -> None:
+    """All but timings: each record depends on steps before the checkpoint."""
+    job = [("monitor.log_interval", "1"), ("checkpoint.interval", "5"), ("train.steps", "12")]
+    killed = [("run.dir", str(tmp_path / "killed")), *job]
+    with pytest.raises(RankError, match="planned"):
+        run_ranks(train_and_fail, 1, killed, str(store_path), 9)
+    run(tmp_path / "killed", store_path, 1, *job)
+    run(tmp_path / "straight", store_path, 1, *job)
+    ours, theirs = (untimed_records(tmp_path / name) for name in ("killed", "straight"))
+    assert ours == theirs
+    assert len(theirs) == 12

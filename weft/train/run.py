@@ -32,6 +32,7 @@ from weft.monitor.profiler import Profiler
 from weft.monitor.signals import RankConsensus
 from weft.monitor.spans import SpanWriter, spans_path
 from weft.monitor.step_timer import StepTimer
+from weft.optim.optimizer import learning_rate
 from weft.parallel.compile import CompileLog
 from weft.plan.plan import Plan
 from weft.train.metric_logger import MetricLogger
@@ -144,6 +145,8 @@ def open_run(
             with tolerate(run_dir / "plan.json", log):
                 write_plan(run_dir, replace(plan, warnings=warnings))
         metrics.open(state)
+        if is_first and (change := describe_lr_change(plan, built, state.step)):
+            events.add("warning", state.step, change, warning=True)
         start = f"resumed from step {state.step}" if state.step else "started"
         events.add("start", state.step, f"{start} on {plan.world_size} ranks")
         yield Run(
@@ -172,6 +175,28 @@ def open_run(
             log=log,
             generate=generate,
         )
+
+
+def describe_lr_change(plan: Plan, built: Built, step: int) -> str:
+    """Describe how changed keys change the learning rate of a run that resumes after ``step``.
+
+    Returns:
+        Empty if the schedule gives step ``step`` the learning rate of its record, within 5%, or if
+        there is no such record.
+    """
+    record = read_tail(plan.run_path / "metrics.jsonl", step).current or {}
+    before, steps, optim = record.get("lr"), plan.num_steps, plan.job.optim
+    if record.get("step") != step or not isinstance(before, float) or step >= steps:
+        return ""
+    now, following = (
+        learning_rate(each, steps, optim, built.lr_decay) for each in (step, step + 1)
+    )
+    if abs(now - before) <= 0.05 * max(now, before):
+        return ""
+    return (
+        f"the changed keys change the learning rate: {before:.2e} at step {step} -> "
+        f"{following:.2e} at step {step + 1}"
+    )
 
 
 def _build(plan: Plan, rank: Rank) -> Built:

@@ -116,7 +116,8 @@ def resume(
     # Without a persistent checkpoint, local ones could be of another model or text.
     run_local_dir = local_run_dir(local_dir, directory) if persistent or resumed else None
     damaged: list[Path] = []
-    for source in _list_sources(persistent, run_local_dir, directory):
+    sources = _list_sources(persistent, run_local_dir, directory)
+    for source in sources:
         if source.step == 0 and (lost or resumed):
             break  # initial weights are no replacement for trained ones
         try:
@@ -132,6 +133,8 @@ def resume(
         if dist.get_rank() == 0:
             for path in damaged:
                 quarantine(path, "damaged")
+        if source is not sources[0]:
+            log(f"resuming from step {source.step}, not {sources[0].step}")
         if source.step < resumed:
             log(
                 f"warning: the run was resumed at step {resumed} before, and no later checkpoint "
