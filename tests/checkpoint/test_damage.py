@@ -247,6 +247,7 @@ def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) ->
         assert step == 1
         assert all(state[name].equal(tensor) for name, tensor in first.items())
         assert "shard-00001.safetensors differs from what was written" in messages[0]
+        assert messages[1] == "resuming from step 1, not 2"
     names = sorted(os.listdir(tmp_path))
     assert names[0].startswith("damaged-step-00000002")
     assert names[1:] == ["step-00000001"]
