@@ -178,7 +178,7 @@ def open_run(
 
 
 def describe_lr_change(plan: Plan, built: Built, step: int) -> str:
-    """Describe how changed keys change the learning rate of a run that resumes after ``step``.
+    """Describe how changed keys change the learning rate after a resume at ``step``.
 
     Returns:
         Empty if the schedule gives step ``step`` the learning rate of its record, within 5%, or if
