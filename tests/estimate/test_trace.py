@@ -279,6 +279,11 @@ EXTRA = [
     (9, 8, "dp_shard2 pp2 pipeline.schedule=LoopedBFS activation_checkpoint.mode=full"),
     (20, 8, "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 pipeline.schedule=DualPipeV"),
+    # Frozen weights: the backward pass frees tensors of stages that the trace adds.
+    (20, 8, "pp2 pipeline.schedule=Interleaved1F1B lora.rank=2 lora.dora=true"),
+    (20, 8, "pp2 pipeline.schedule=InterleavedZeroBubble lora.rank=2"),
+    (20, 8, "pp2 pipeline.schedule=ZBVZeroBubble lora.rank=2"),
+    (20, 8, "pp2 pipeline.schedule=DualPipeV lora.rank=2"),
     # Patterns of blocks.
     (13, 1, f"cp2 {WINDOW}=LG"),
     (20, 5, f"dp_shard2 {WINDOW}=LLG model.attention_sinks=true"),
@@ -366,6 +371,16 @@ def test_traces_extrapolated_step_equals_the_whole_step(
         for name, size in b.live_bytes.items():
             subset = max(8192, late * sum(b.live_bytes.values()))
             assert a.live_bytes[name] == pytest.approx(size, rel=0.003, abs=subset), name
+
+
+@pytest.mark.parametrize(
+    "schedule", ["Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
+)
+def test_traces_of_adapters_with_several_stages_have_their_memory(schedule: str) -> None:
+    """The backward pass of a frozen first stage frees tensors of stages that others have."""
+    _job, plan = planned(f"pp2 pipeline.schedule={schedule} lora.rank=2", 20, 8)
+    for trace in trace_ranks(plan):
+        assert peak_live_bytes(trace) > 0
 
 
 @pytest.mark.parametrize("state_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "8bit"])

@@ -480,6 +480,8 @@ class Extrapolation:
         )
         is_same_stage = stage != NO_STAGE and storage_stage == event_stage
         stages = [stage] if is_same_stage else self._stages_of_storage(name)
+        if not stages:  # a stage that only the recording has
+            return []
         if storage_block is not None and block is not None and event_location.block is not None:
             offset = storage_block[1] - event_location.block[1]
             if not is_same_stage or event.storage in self._block_shared:

@@ -48,6 +48,7 @@ from weft.estimate.small_plan import (
 )
 from weft.estimate.trace_cache import load_or_compute
 from weft.estimate.traced_attention import trace_gpu_attention
+from weft.estimate.traced_float8 import trace_mxfp8_casts
 from weft.models import Family
 from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
@@ -385,7 +386,8 @@ def record_rank(
     keep_sent = plan.pipeline is None or plan.schedule_name != "1F1B"
     world = fake_world(rank, plan.world_size, keep_sent)
     flex = trace_gpu_attention(plan.device)
-    with world as mode, flex, tempfile.TemporaryDirectory() as directory:
+    casts = trace_mxfp8_casts(plan.float8 == "mxfp8" and not plan.float8_emulated)
+    with world as mode, flex, casts, tempfile.TemporaryDirectory() as directory:
         has_fewer_microbatches = small_plan.num_microbatches < plan.num_microbatches
         if (
             small_plan.pipeline is not None
