@@ -608,6 +608,7 @@ def jobs(options: argparse.Namespace, directory: Path) -> tuple[Job, Plan]:
         "optim.warmup_steps": 0,
         "optim.decay_fraction": 0,
         "checkpoint.interval": 0,
+        "train.eval_interval": 0,  # no other trainer evaluates
         "monitor.log_interval": LOG,
         **MODELS[options.model],
     }
