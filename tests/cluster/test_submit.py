@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from dataclasses import replace
@@ -128,6 +129,20 @@ def test_submitted_job_damaged_record_is_reported(
         (tmp_path / "launch.json").write_text(text)
         assert job("status", ".") == 2
         assert "has a damaged launch.json" in capsys.readouterr().err
+
+
+def test_submitted_job_of_a_copied_directory_is_the_originals_job(tmp_path: Path) -> None:
+    """Status, logs and cancel of a copy must not act on the job of the original."""
+    original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
+    original.mkdir()
+    record = {"on": "slurm", "id": "7", "run_dir": str(original)}
+    (original / "launch.json").write_text(json.dumps(record))
+    shutil.copytree(original, copy)
+    assert SubmittedJob.load(original).id == "7"
+    with pytest.raises(InvalidConfig, match="is a copy of .*original.* weft launch"):
+        SubmittedJob.load(copy)
+    original.rename(moved)
+    assert SubmittedJob.load(moved).id == "7"
 
 
 @pytest.mark.system

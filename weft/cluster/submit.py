@@ -205,7 +205,7 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
             SageMaker's bucket; or if the record of a submitted job cannot be written.
     """
     module, run_dir = get_cluster(on), request.run_dir
-    if (run_dir / RECORD).is_file():
+    if (run_dir / RECORD).is_file() and _find_original(run_dir) is None:
         earlier = SubmittedJob.load(run_dir)
         status = earlier.status()
         if is_active(status):
@@ -227,7 +227,13 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
             with suppress(OSError):  # another process has written there
                 directory.rmdir()
         raise
-    record = {"on": on, "id": id, "file": path.name, "time": time.time()}
+    record = {
+        "on": on,
+        "id": id,
+        "file": path.name,
+        "time": time.time(),
+        "run_dir": str(run_dir.resolve()),  # only to recognize a copy
+    }
     try:
         write_json(run_dir / RECORD, record)
     except OSError as error:
@@ -239,6 +245,18 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
 # --------------------------------------------------------------------------- submitted jobs
 
 RECORD = "launch.json"
+
+
+def _find_original(run_dir: Path) -> Path | None:
+    """Return the submitted directory of which this one is a copy; None if it is none.
+
+    A moved directory is no copy: its job is its own.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        original = Path(json.loads((run_dir / RECORD).read_text("utf-8"))["run_dir"])
+        if (original / RECORD).is_file() and not original.samefile(run_dir):
+            return original
+    return None
 
 
 @dataclass(frozen=True)
@@ -260,6 +278,10 @@ class SubmittedJob:
             record: dict[str, Any] = json.loads((run_dir / RECORD).read_text("utf-8"))
             if record["on"] not in CLUSTERS:
                 raise ValueError(record["on"])
+            if original := _find_original(run_dir):
+                rule = f"is a copy of {original}, whose job {RECORD} names"
+                remedy = f"name {original}, or submit the copy: weft launch {run_dir}"
+                raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)])
             return cls(run_dir.absolute(), record["on"], record["id"])
         except OSError as error:
             rule = f"has no {RECORD}: {error.strerror}"
