@@ -139,7 +139,7 @@ def test_submitted_job_of_a_copied_directory_is_the_originals_job(tmp_path: Path
     (original / "launch.json").write_text(json.dumps(record))
     shutil.copytree(original, copy)
     assert SubmittedJob.load(original).id == "7"
-    with pytest.raises(InvalidConfig, match="is a copy of .*original.* weft launch"):
+    with pytest.raises(InvalidConfig, match=r"is a copy of .*original.* weft launch"):
         SubmittedJob.load(copy)
     original.rename(moved)
     assert SubmittedJob.load(moved).id == "7"
