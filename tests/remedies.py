@@ -19,6 +19,7 @@ from weft.config.reader import read_job
 from weft.config.schema import SECTIONS
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve_nodes
+from weft.tools.adapter_path import adopt_paths
 from weft.tools.job_space import candidate_values, list_keys
 
 Overrides = tuple[tuple[str, str], ...]
@@ -171,7 +172,7 @@ def plan_errors(recipe: str, overrides: Overrides, machine: Machine) -> list[Con
     job, base, errors = read_job(recipe, overrides)
     later = ConfigErrors()
     try:
-        resolve_nodes(job, machine, recipe, base)
+        resolve_nodes(job, machine, recipe, base, adopt_paths)
     except InvalidConfig as invalid:
         later += invalid.errors
     errors.add_independent(later)
