@@ -65,6 +65,7 @@ PAIRS = ("parallel/pass_overlap.py", "parallel/private_schedules.py", *STAGES)
 MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
 ADAPTERS = (
     "parallel/lora.py",
+    "parallel/lora_layers.py",
     "parallel/quantized.py",
     "parallel/dora.py",
     "parallel/lora_dropout.py",
@@ -2099,8 +2100,8 @@ FAULTS: list[Fault] = [
         "stale buffer",
         "weights stay gathered after an evaluation",
         "train/step.py",
-        "            part.train()\n            reshard(part)",
-        "            part.train()",
+        "            part.train()\n            reshard(part)\n        count = ",
+        "            part.train()\n        count = ",
         (*LOSS, *SHARDS, "checkpoint/state_dict.py"),
     ),
     Fault(
@@ -2219,8 +2220,8 @@ FAULTS: list[Fault] = [
         "checkpoint",
         "a resumed run is a step behind",
         "train/state.py",
-        'return TrainState(manifest["step"], manifest["samples"]',
-        'return TrainState(manifest["step"] - 1, manifest["samples"]',
+        'step=manifest["step"],',
+        'step=manifest["step"] - 1,',
         ("train/loop.py", "train/metric_logger.py"),
     ),
     # ---------------------------------------------------------------- records
@@ -2333,8 +2334,8 @@ FAULTS: list[Fault] = [
         "mask",
         "a separator begins a document",
         "data/loader.py",
-        "ends[ends < tokens.size - 1] + 1)",
-        "ends[ends < tokens.size - 1])",
+        "starts = ends[ends < tokens.size - 1] + 1",
+        "starts = ends[ends < tokens.size - 1]",
         DATA,
     ),
     Fault(
@@ -2719,7 +2720,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "adapters are not scaled",
-        "parallel/lora.py",
+        "parallel/lora_layers.py",
         "self.lora_B(hidden * self.scaling, *counts)",
         "self.lora_B(hidden, *counts)",
         ADAPTERS,
@@ -3377,8 +3378,8 @@ FAULTS: list[Fault] = [
         "recomputation",
         "a rank repeats other collectives than the others",
         "parallel/activation_checkpoint.py",
-        "if op.bytes <= budget and not op.key[0].startswith(COLLECTIVES):",
-        "if op.bytes <= budget:",
+        "budget -= sum(op.bytes for op in ops if _is_reduction(op.kind[0]))",
+        "self.saves_reductions = sum(o.bytes for o in ops if _is_reduction(o.kind[0])) < budget",
     ),
     Fault(
         "recomputation",
