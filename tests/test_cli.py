@@ -455,7 +455,6 @@ except SystemExit:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required: COMMAND; see 'weft --help'"),
         (["trian"], "'trian' is not a command: did you mean 'train'?; see 'weft --help'"),
         (["job"], "the following arguments are required: COMMAND; see 'weft job --help'"),
         (["train"], "the following arguments are required: RECIPE; see 'weft train --help'"),
@@ -470,6 +469,15 @@ def test_usage_error_is_one_line(
         main(words)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"weft: {message}")
+
+
+def test_command_missing_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert shown == capsys.readouterr()
+    assert "Train a model" in shown.out
 
 
 def test_option_value_is_not_read_as_a_key() -> None:

@@ -161,6 +161,32 @@ def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
         planned(good, unit * shards[0] if shards else max(world // unit, 1) * unit)
 
 
+@pytest.mark.parametrize(
+    ("layout", "remedies"),
+    [
+        ("tp=9", {"num_heads=8": "use at most 8"}),
+        ("pp=12 train.microbatch_size=1", {"only 8 layers": "use at most 10"}),
+        (
+            "tp=8 cp=8 dp_replicate=1000000",
+            {"needs 64000000 ranks": "use smaller degrees"},
+        ),
+    ],
+)
+def test_layout_remedy_with_automatic_ranks_names_all_valid_values(
+    layout: str, remedies: dict[str, str]
+) -> None:
+    errors = refused(layout, machine=Machine("cpu", 8))
+    for rule, remedy in remedies.items():
+        assert [error.remedy for error in errors if rule in error.rule] == [remedy]
+
+
+def test_layout_remedy_names_only_values_that_the_other_degrees_allow() -> None:
+    [error] = refused("tp=12 dp_replicate=2 train.global_batch_size=2 train.seq_len=60", 24)
+    assert error.remedy == "use 1, 2, 3, 4 or 6"  # not 8, which is a divisor of 24
+    errors = refused("tp=100 dp_replicate=6 train.seq_len=200", 16)
+    assert "use smaller degrees, and tp of at most 8" in [error.remedy for error in errors]
+
+
 def test_ulysses_replicates_keys_if_ranks_do_not_divide_groups() -> None:
     """`tests/parallel/test_context_parallel.py` computes with these heads and ranks."""
     heads = "model.num_heads=6 model.num_kv_heads=2 model.dim=96 train.seq_len=60"

@@ -125,11 +125,15 @@ def resolve_rendezvous(job: Job) -> tuple[Sequence[int], str]:
     environment = detect_environment(os.environ, job.run.nodes_text, job.run.rendezvous)
     if environment.nodes == "1":
         return (1,), ""
-    from weft.plan.resolve import node_range  # imports torch, whose installation may be broken
+    from weft.plan.resolve import (
+        MAX_NODES,
+        node_range,
+    )  # imports torch, whose installation may be broken
 
     counts = node_range(changed(job, run={"nodes": environment.nodes}))
     if not counts:
-        rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
+        rule = f"is neither a number of nodes nor MIN:MAX (at most {MAX_NODES:,} nodes)"
+        remedy = "use 4, or 1:4"
         raise InvalidConfig([ConfigError("run.nodes", environment.nodes, rule, remedy)])
     if counts[-1] == 1 or not environment.rendezvous:
         return counts, ""

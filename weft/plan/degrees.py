@@ -105,6 +105,16 @@ def divisors(n: int, at_most: int | None = None) -> list[int]:
     return [d for d in all_divisors if d <= (at_most or n)]
 
 
+def possible_degrees(name: str, degrees: ParallelDims, num_ranks: int, at_most: int) -> list[int]:
+    """Return the values of a degree that divide ``num_ranks`` together with the other degrees.
+
+    ``dp_shard`` is not one of them: it takes the remaining ranks.
+    """
+    unit = degrees.world_size // degrees.dp_shard
+    rest = unit // int(getattr(degrees, name))
+    return [] if num_ranks % rest else divisors(num_ranks // rest, at_most)
+
+
 def nearest_divisors(n: int, unit: int) -> list[int]:
     """Return the nonzero multiples of ``unit`` nearest to ``n``, one on each side."""
     below = n // unit * unit

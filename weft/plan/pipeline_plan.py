@@ -8,7 +8,7 @@ from typing import Any
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
-from weft.plan.degrees import ParallelDims, divisors, format_choices
+from weft.plan.degrees import ParallelDims, format_choices, possible_degrees
 from weft.plan.lora_plan import TrainingCost, is_target
 from weft.plan.matrices import Matrix
 from weft.plan.pipeline_schedule import (
@@ -42,6 +42,7 @@ def resolve_pipeline(
     local_batch_size: int,
     bytes_per_param: float,
     compute_bytes: int,
+    fixed_ranks: int | None = None,
 ) -> tuple[PipelinePlan | None, int]:
     """Resolve the pipeline and its microbatch size.
 
@@ -55,6 +56,7 @@ def resolve_pipeline(
         local_batch_size: sequences of one rank in a step.
         bytes_per_param: bytes of state on a rank per parameter of its stages.
         compute_bytes: bytes of one activation.
+        fixed_ranks: ranks of the run, if they do not follow from the degrees; for remedies.
 
     Returns:
         The pipeline (None if it has errors), and the microbatch size.
@@ -72,7 +74,7 @@ def resolve_pipeline(
         num_stages = len(stage_index_to_rank(spec.actions))
     microbatch_size = _resolve_microbatch_size(errors, job, spec, local_batch_size, pp, num_stages)
     if cost.units:
-        _check_stage_count(errors, job, len(cost.units) - 2, num_stages)
+        _check_stage_count(errors, job, degrees, len(cost.units) - 2, num_stages, fixed_ranks)
     if len(errors) > num_errors:
         return None, microbatch_size
 
@@ -170,13 +172,22 @@ def _resolve_microbatch_size(
     return 1
 
 
-def _check_stage_count(errors: ConfigErrors, job: Job, num_blocks: int, num_stages: int) -> None:
+def _check_stage_count(
+    errors: ConfigErrors,
+    job: Job,
+    degrees: ParallelDims,
+    num_blocks: int,
+    num_stages: int,
+    fixed_ranks: int | None,
+) -> None:
     if job.pipeline.layers_per_stage:
         errors += check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, num_blocks)
     elif num_stages > num_blocks + 2:
         rule = f"needs {num_stages} stages, but the model has only {num_blocks} layers"
         limit = max(1, (num_blocks + 2) * job.parallel.pp // num_stages)
-        remedy = f"use {format_choices(divisors(job.parallel.pp, limit))}"
+        remedy = f"use at most {limit}"
+        if fixed_ranks is not None:
+            remedy = f"use {format_choices(possible_degrees('pp', degrees, fixed_ranks, limit))}"
         errors.add("parallel.pp", rule, remedy, ("model.num_layers", "model.preset"))
 
 

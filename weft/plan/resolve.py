@@ -63,6 +63,7 @@ MAX_AUTO_CPU_RANKS = 4
 MAX_CPU_RANKS = 64
 # ``run.nodes`` without a cluster.
 ONE_NODE = range(1, 2)
+MAX_NODES = 99_999
 
 # Changing one of these keys does not change the model: the run resumes in the same directory.
 SAME_MODEL_KEYS = (
@@ -125,8 +126,10 @@ def resolve(
     num_nodes = max(1, world_size // local_world_size)
     num_errors = len(errors)
     limit = machine.devices if machine.device == "cuda" else MAX_CPU_RANKS
-    max_ranks = limit if num_nodes == 1 else None  # there may be more nodes
+    max_ranks = limit if num_nodes == 1 else limit * MAX_NODES  # there may be more nodes
     degrees = resolve_degrees(errors, parallel, world_size, num_nodes, max_ranks)
+    is_launched = machine.world_size is not None and job.run.nodes == "auto"
+    fixed_ranks = world_size if is_launched or job.run.nproc_per_node != "auto" else None
     has_degrees = len(errors) == num_errors
     if model is None:
         # The other rules need the sizes of the model.
@@ -137,7 +140,7 @@ def resolve(
     cost = training_cost(job.lora, model, family, train.seq_len)
     if not has_degrees:
         # Batch and stages depend on the data-parallel degree; heads and sequence length do not.
-        check_layout(errors, job, model, family, degrees)
+        check_layout(errors, job, model, family, degrees, fixed_ranks)
         raise InvalidConfig(errors)
 
     is_free = _is_layout_free(job, machine)
@@ -146,7 +149,7 @@ def resolve(
         # A layout that nobody asked for is no error: all ranks shard.
         fit_errors = ConfigErrors(job) if is_free else errors
         degrees = fit_dp_shard(fit_errors, job, cost, degrees, compute_bytes, available)
-    check_layout(errors, job, model, family, degrees)
+    check_layout(errors, job, model, family, degrees, fixed_ranks)
     hardware = machine.device, machine.peer_access
     check_device(errors, job, model, *hardware, degrees, local_world_size)
     check_dispatch(errors, job, model, family, degrees, machine, compute_dtype)
@@ -157,7 +160,9 @@ def resolve(
     check_lora(errors, job, model, family, degrees)
     check_optimizer(errors, job, model, family)
     check_sections(errors, job, model, degrees)
-    batch = _resolve_batch(errors, job, model, family, cost, degrees, compute_bytes, num_nodes)
+    batch = _resolve_batch(
+        errors, job, model, family, cost, degrees, compute_bytes, num_nodes, fixed_ranks
+    )
     errors.raise_any()
 
     float8_matrices = find_float8_matrices(job.precision, model, family, degrees.tp)
@@ -245,7 +250,8 @@ def resolve_nodes(
     errors = ConfigErrors(job)
     nodes = node_range(job)
     if not nodes:
-        errors.add("run.nodes", "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4")
+        rule = f"is neither a number of nodes nor MIN:MAX (at most {MAX_NODES:,} nodes)"
+        errors.add("run.nodes", rule, "use 4, or 1:4")
         nodes = ONE_NODE
     elif machine.world_size is not None or nodes == ONE_NODE:
         return resolve(job, machine, recipe, base, adopt)
@@ -283,8 +289,10 @@ def node_range(job: Job) -> range:
     """Return ``run.nodes`` as a range of node counts; empty if the value is invalid."""
     minimum, colon, maximum = job.run.nodes_text.replace("auto", "1").partition(":")
     texts = (minimum, maximum if colon else minimum)
-    is_valid = all(re.fullmatch("[1-9]\\d{,4}", text) for text in texts)
-    return range(int(texts[0]), int(texts[1]) + 1) if is_valid else range(0)
+    is_valid = all(re.fullmatch("[1-9][0-9]{,8}", text) for text in texts)
+    if not is_valid or int(texts[1]) > MAX_NODES:
+        return range(0)
+    return range(int(texts[0]), int(texts[1]) + 1)
 
 
 def _fit_seq_len(job: Job, recipe: Job) -> Job:
@@ -315,6 +323,7 @@ def _resolve_batch(
     degrees: ParallelDims,
     compute_bytes: int,
     num_nodes: int,
+    fixed_ranks: int | None,
 ) -> _BatchPlan:
     """Resolve microbatches, pipeline and gradient synchronization.
 
@@ -327,6 +336,7 @@ def _resolve_batch(
         degrees: degrees of all axes.
         compute_bytes: bytes of a weight, and of an activation, in forward and backward.
         num_nodes: for remedies.
+        fixed_ranks: ranks of the run, if they do not follow from the degrees; for remedies.
     """
     train, reshard = job.train, resolve_reshard(job, degrees)
     gradient_sync = resolve_gradient_sync(job, reshard, cost, degrees)
@@ -354,6 +364,7 @@ def _resolve_batch(
             local_batch_size,
             bytes_per_param,
             compute_bytes,
+            fixed_ranks,
         )
         check_full_microbatches(errors, family, local_batch_size, microbatch_size)
         if cost.lora_rank and pipeline is not None:
@@ -406,10 +417,12 @@ def _check_nodes(errors: ConfigErrors, job: Job, num_nodes: int, limit: int, dev
     else:
         rule += f"{num_nodes} nodes cannot have equal shares of them"
     remedies = ["auto"] * (parallel.num_ranks is not None and most % unit == 0)
-    remedies.append(f"run.nodes={next(n for n in divisors(num_ranks) if num_ranks // n <= limit)}")
+    needed = next(n for n in divisors(num_ranks) if num_ranks // n <= limit)
+    if needed <= MAX_NODES:
+        remedies.append(f"run.nodes={needed}")
     if is_idle:
         remedies.append(f"run.nproc_per_node={num_ranks // num_nodes}")
-    remedy = ", or ".join(remedies)
+    remedy = ", or ".join(remedies or ["smaller degrees"])
     errors.add(f"parallel.{key}", rule, f"use {remedy}", ("run.nodes", *DEGREE_KEYS))
     return num_ranks
 

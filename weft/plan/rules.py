@@ -21,6 +21,7 @@ from weft.plan.degrees import (
     format_choices,
     format_ranks,
     nearest_divisors,
+    possible_degrees,
 )
 from weft.plan.model_config import check_positions, shown_name
 from weft.plan.placement import DEGREE_KEYS, MESH_ORDERS, crosses_nodes
@@ -296,10 +297,18 @@ def _check_debug(errors: ConfigErrors, job: Job) -> None:
 
 
 def check_layout(
-    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+    errors: ConfigErrors,
+    job: Job,
+    model: Any,
+    family: Family,
+    degrees: ParallelDims,
+    fixed_ranks: int | None,
 ) -> None:
-    """Check the layout of a model, except pipelines."""
-    _check_tensor_parallel(errors, job, model, family, degrees)
+    """Check the layout of a model, except pipelines.
+
+    ``fixed_ranks``: ranks of the run, if they do not follow from the degrees; for remedies.
+    """
+    _check_tensor_parallel(errors, job, model, family, degrees, fixed_ranks)
     _check_context_parallel(errors, job, model, degrees)
     _check_sharding(errors, job, degrees)
     _check_expert_parallel(errors, job, model, family, degrees)
@@ -310,7 +319,12 @@ def check_layout(
 
 
 def _check_tensor_parallel(
-    errors: ConfigErrors, job: Job, model: Any, family: Family, degrees: ParallelDims
+    errors: ConfigErrors,
+    job: Job,
+    model: Any,
+    family: Family,
+    degrees: ParallelDims,
+    fixed_ranks: int | None,
 ) -> None:
     tp, key, name = degrees.tp, "parallel.tp", shown_name(job.model)
     if job.parallel.async_tp:
@@ -327,7 +341,8 @@ def _check_tensor_parallel(
     for field, size in sizes.items():
         if size % tp:
             rule = f"does not divide {field}={size} of {name}"
-            remedy = f"use {format_choices(divisors(math.gcd(*sizes.values())))}"
+            valid = divisors(math.gcd(*sizes.values()))
+            remedy = _tp_remedy(degrees, fixed_ranks, valid, format_choices(valid))
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     is_whole = degrees.whole_experts and family.moe_layers is not None
     if is_whole and not family.whole_expert_sharding:
@@ -339,9 +354,9 @@ def _check_tensor_parallel(
         cut = query_heads if field == "num_heads" else chunk_range
         if field not in sizes and not cut(size, tp, tp - 1):
             rule = f"leaves a rank without a part of {field}={size} of {name}"
-            valid = [n for n in divisors(degrees.world_size, tp) if cut(size, n, n - 1)]
-            valid = [n for n in valid if n <= MAX_TP] or [1]
-            remedy = f"use {format_choices(valid)}"
+            valid = [n for n in range(1, MAX_TP + 1) if cut(size, n, n - 1)]
+            limit = sum(n == i for i, n in enumerate(valid, 1))  # up to which all are valid
+            remedy = _tp_remedy(degrees, fixed_ranks, valid, f"at most {limit}")
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     local_seq_len = job.train.seq_len // degrees.cp
     causes = {"sequence parallelism": "sequence_parallel=false", "whole experts": "etp=tp"}
@@ -355,6 +370,25 @@ def _check_tensor_parallel(
             f"parallel.{c}" for c in causes.values()
         )
         errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp", "parallel.etp"))
+
+
+def _tp_remedy(
+    degrees: ParallelDims, fixed_ranks: int | None, valid: list[int], allowed: str
+) -> str:
+    """Return what to use instead of a tp that the model does not allow.
+
+    Args:
+        degrees: with the invalid tp.
+        fixed_ranks: ranks that the degrees must divide; None: they follow from the degrees.
+        valid: values that the model allows.
+        allowed: the same in words.
+    """
+    if fixed_ranks is None:
+        return f"use {allowed}"
+    possible = possible_degrees("tp", degrees, fixed_ranks, degrees.tp)
+    if not possible:  # the ranks are an error of their own
+        return f"use smaller degrees, and tp of {allowed}"
+    return f"use {format_choices([n for n in possible if n in valid])}"
 
 
 def _check_async_tp(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
