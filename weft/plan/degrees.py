@@ -106,7 +106,7 @@ def divisors(n: int, at_most: int | None = None) -> list[int]:
 
 
 def possible_degrees(name: str, degrees: ParallelDims, num_ranks: int, at_most: int) -> list[int]:
-    """Return the values of a degree that divide ``num_ranks`` together with the other degrees.
+    """Return values of a degree that divide ``num_ranks`` with the other ones.
 
     ``dp_shard`` is not one of them: it takes the remaining ranks.
     """
