@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from weft.config.schema import DataSection
 from weft.data.prepare import prepare_store
+from weft.monitor.signals import STOP_SIGNALS
 
 pytest_plugins = ["tests.tiers"]
 
@@ -49,6 +51,16 @@ def few_objects_to_collect() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def stop_signals_are_restored() -> Iterator[None]:
+    """Restore the handlers that ``weft train`` installs in its process."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

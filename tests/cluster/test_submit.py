@@ -71,7 +71,7 @@ def test_launch_several_mistakes_are_reported_at_once(
     extra = ["--launch.time_limit", "1 day", "--launch.image", "a/b"]
     options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
     assert launch("demo", "--on", "slum", *words) == 2
-    assert "Did you mean 'slurm'?" in capsys.readouterr().err
+    assert "Use one of kubernetes, sagemaker, skypilot, slurm." in capsys.readouterr().err
     assert launch("demo", "--on", "slurm", *words, *extra, *options) == 2
     message = capsys.readouterr().err
     for item in (

@@ -87,7 +87,7 @@ def test_data_commands_print_what_was_prepared(
     np.arange(1, 200, dtype="<u2").tofile(tmp_path / "raw.bin")
     assert main(["data", "inspect", str(tmp_path / "raw.bin"), *keys]) == 0
     assert "the train text has no separator" in capsys.readouterr().out
-    wrong = ["data", "prepare", "demo", "--data.path", "/nowhere", "--data.feld", "x"]
+    wrong = ["data", "prepare", "demo", "--data.path", "/nowhere", "--data.text_feld", "x"]
     assert main(wrong) == 2
     assert "Did you mean 'data.text_field'" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nothing.jsonl"), *keys]) == 2

@@ -172,7 +172,7 @@ def test_optimizer_groups_are_read_from_toml_and_written_back(tmp_path: Path) ->
         {"lr_mult": 0.1},
         {"lr_mult": 1.0, "weight_decay": 0.2, "betas": (0.9, 0.5)},
     ]
-    again = tmp_path / "job.toml"
+    again = tmp_path / "again.toml"
     again.write_text(to_toml(job, "mine", base))
     assert read_job(str(again))[0] == job
     for groups, rule in (

@@ -289,7 +289,7 @@ def test_export_every_mistake_is_reported_at_once(
         "checkpoint",
         "out",
     ]
-    assert "Did you mean 'bfloat16'?" in lines[2]
+    assert "Use one of bfloat16, float16, float32." in lines[2]
     capsys.readouterr()
     for size in ("0", "-1", "5PB", "1e3", "", "\u0663GB"):
         assert main(["export", str(own_run), str(tmp_path / "new"), f"--max-shard={size}"]) == 2
@@ -548,11 +548,8 @@ def test_import_run_can_be_trained_and_generates(
     assert "model.rope_theta=99.0 differs from the run in" in capsys.readouterr().err
     other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
     assert main([*train, "--model.rope_theta", "99", *other]) == 2
-    lines = capsys.readouterr().err.splitlines()[1:]
-    assert [line.split("=")[0].strip() for line in lines] == [
-        "model.rope_theta",
-        "data.tokenizer",
-    ]
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert line.strip().startswith("model.rope_theta=")
     # After the first step the seed cannot change either.
     for steps, seed in (("1", "7"), ("2", "7")):
         overrides = [("train.steps", steps), ("train.seed", seed), ("run.dir", str(run))]

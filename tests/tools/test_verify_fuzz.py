@@ -187,7 +187,8 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.ranks
 def test_fuzz_records_steps_that_overflow() -> None:
     """Random jobs with experts often have too little room, and are then computed again."""
-    jobs = [draw_job(1, index, {"model.kind": "moe", "parallel.ep": "2"}, 4) for index in range(24)]
+    pinned = {"model.kind": "moe", "parallel.ep": "2", "parallel.dp_shard": "2"}
+    jobs = [draw_job(1, index, pinned, 4) for index in range(24)]
     small = [job for job in jobs if job.overrides.get("parallel.ep_capacity_factor") == "1"]
     assert len(small) > 8
     layout = "--parallel.dp_shard 2 --parallel.ep 2 --parallel.ep_dispatch padded --model.kind moe"

@@ -236,6 +236,8 @@ def compute_breakdown(
     names = {PHASES[name].activity for name in STEP}
     ranges = [event for event in events if event.get("cat") == "user_annotation"]
     phases = [event for event in ranges if event["name"] in names]
+    if (end := _abandoned_at(phases)) is not None:
+        events, phases = ([e for e in each if float(e["ts"]) < end] for each in (events, phases))
     data = [event for event in phases if event["name"] == PHASES["data"].activity]
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     if on_gpu:
@@ -259,6 +261,14 @@ def compute_breakdown(
         seconds[cause] = size / 1e6
     seconds["host"] = sum(end - start for start, end in remaining) / 1e6
     return len(data), seconds
+
+
+def _abandoned_at(phases: Sequence[Event]) -> float | None:
+    """Return the start of a last step that a stop abandoned before its update, if there is one."""
+    updates = [float(e["ts"]) for e in phases if e["name"] == PHASES["update"].activity]
+    data = [float(e["ts"]) for e in phases if e["name"] == PHASES["data"].activity]
+    later = [start for start in data if updates and start > max(updates)]
+    return min(later, default=None)
 
 
 def _gpu_cause(

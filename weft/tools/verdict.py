@@ -357,7 +357,7 @@ def loss_sentence(
     margin = percent(result.margin_nats / baseline_loss)
     if claim.interval is None:
         change = _format_change(claim.differences[0], baseline_loss)
-        return f"its {kind} loss was {change} (one pair: no verdict)"
+        return f"{name}'s {kind} loss was {change} (one pair: no verdict)"
     low, mean, high = (
         _format_change(x, baseline_loss)
         for x in (claim.interval.low, claim.interval.mean, claim.interval.high)
