@@ -12,7 +12,7 @@ from tests.command_fuzz import draw, fuzz, leaves, make_inputs
 from weft.cli.main import build_parser, main
 from weft.tools.hf_convert import path_exists
 
-FEW = 120
+FEW = 60
 MANY = 1200
 
 

@@ -264,7 +264,7 @@ def compute_breakdown(
 
 
 def _abandoned_at(phases: Sequence[Event]) -> float | None:
-    """Return the start of a last step that a stop abandoned before its update, if there is one."""
+    """Return the start of a last step that a stop abandoned before its update."""
     updates = [float(e["ts"]) for e in phases if e["name"] == PHASES["update"].activity]
     data = [float(e["ts"]) for e in phases if e["name"] == PHASES["data"].activity]
     later = [start for start in data if updates and start > max(updates)]
