@@ -273,11 +273,13 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake("half a rank", {"RANK": "0"}, ["RANK"], "WORLD_SIZE is not"),
+    Mistake(
+        "half a rank", {"RANK": "0"}, ["RANK"], "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"
+    ),
     Mistake("no number", TORCHRUN | {"RANK": "x"}, ["RANK"], "between 0 and 3"),
     Mistake("too high", TORCHRUN | {"RANK": "4"}, ["RANK"], "between 0 and 3"),
     Mistake("too high here", TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK"], "between 0 and 1"),
-    Mistake("no place", TORCHRUN, ["MASTER_ADDR"], "missing", ["MASTER_ADDR"]),
+    Mistake("no place", TORCHRUN, ["RANK"], "MASTER_ADDR is not", ["MASTER_ADDR"]),
     Mistake(
         "everything", TORCHRUN | {"RANK": "9", "MASTER_PORT": "0"}, ["RANK", "MASTER_PORT"], ""
     ),
@@ -318,8 +320,8 @@ MISTAKES = [
     Mistake(
         "an export lost",
         TASK,
-        ["SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
-        "missing",
+        ["SLURM_JOB_ID"],
+        "SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are not",
         ["SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
     ),
     Mistake(
@@ -334,7 +336,7 @@ MISTAKES = [
         ["SLURM_STEP_NUM_TASKS"],
         "4",
     ),
-    Mistake("no rank", TASK, ["SLURM_PROCID"], "missing", ["SLURM_PROCID"]),
+    Mistake("no rank", TASK, ["SLURM_JOB_ID"], "SLURM_PROCID is not", ["SLURM_PROCID"]),
     Mistake("flags among ranks", TASK, ["run.nodes"], "slurm has started one process", nodes="2"),
     Mistake("fewer addresses", SKYPILOT | {"SKYPILOT_NUM_NODES": "3"}, ["SKYPILOT_NODE_IPS"], "2"),
     Mistake(
@@ -347,8 +349,8 @@ MISTAKES = [
     Mistake(
         "mpirun, no local rank",
         MPIRUN | HEAD,
-        ["OMPI_COMM_WORLD_LOCAL_RANK"],
-        "missing",
+        ["OMPI_COMM_WORLD_RANK"],
+        "OMPI_COMM_WORLD_LOCAL_RANK is not",
         ["OMPI_COMM_WORLD_LOCAL_RANK"],
     ),
 ]

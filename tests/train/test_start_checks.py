@@ -52,17 +52,73 @@ def test_check_logins_wandb_without_login_names_what_works(
     assert check_logins(job) == []
 
 
-@pytest.mark.parametrize("count", range(1, 5))
-def test_environment_one_of_rank_and_world_size_is_answered_by_unset(count: int) -> None:
-    for names in itertools.combinations(VARIABLES, count):
-        if len({"RANK", "WORLD_SIZE"}.intersection(names)) != 1:
-            continue
-        environment = {name: VARIABLES[name] for name in names}
+def test_check_logins_of_a_run_that_has_started_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("one two three. " * 2000)
+    words = ["demo", "--data.path", str(text), "--run.dir", str(run), "--train.steps"]
+    own = ["--monitor.report", "false", "--run.nproc_per_node", "1"]
+    wandb = ["--monitor.trackers", "wandb", "--dry-run"]
+    assert main(["train", *words, "1", *own, *wandb]) == 2  # a new run needs the login
+    assert main(["train", *words, "1", *own, "--monitor.trackers", ""]) == 0
+    assert main(["train", *words, "2", *own, *wandb]) == 0
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    "variables", [VARIABLES, OPEN_MPI, SLURM], ids=["torchrun", "mpi", "slurm"]
+)
+def test_environment_left_over_variables_are_answered_by_an_unset_that_works(
+    variables: dict[str, str],
+) -> None:
+    refusals = 0
+    for count in range(1, len(variables)):
+        for names in itertools.combinations(variables, count):
+            environment = {name: variables[name] for name in names}
+            try:
+                detect_environment(environment)
+            except InvalidConfig as invalid:
+                [error] = invalid.errors
+            else:
+                continue
+            refusals += 1
+            assert error.key in (*names, "MASTER_ADDR")
+            _, unset, left_over = error.remedy.partition("run unset ")
+            assert unset, error
+            rest = {
+                name: value for name, value in environment.items() if name not in left_over.split()
+            }
+            assert detect_environment(rest).source == "host"
+    assert refusals > 7
+
+
+def test_environment_incomplete_torchrun_variables_are_named() -> None:
+    for names in (("RANK",), ("WORLD_SIZE",), ("RANK", "WORLD_SIZE"), ("RANK", "MASTER_ADDR")):
         with pytest.raises(InvalidConfig) as caught:
-            detect_environment(environment)
+            detect_environment({name: VARIABLES[name] for name in names})
         [error] = caught.value.errors
-        assert error.key in names
-        command, unset, *left_over = error.remedy.split()
-        assert (command, unset) == ("run", "unset")
-        rest = {name: value for name, value in environment.items() if name not in left_over}
-        assert detect_environment(rest).source == "host"
+        assert error.remedy == f"run unset {' '.join(names)}"
+        assert all(n in error.rule for n in ("MASTER_PORT", "WORLD_SIZE") if n not in names)

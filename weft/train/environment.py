@@ -34,7 +34,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -60,6 +60,19 @@ RANK_VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+)
+SLURM_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_NODELIST",
+    "SLURM_RESTART_COUNT",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
 )
 
 
@@ -181,15 +194,12 @@ def reachable(host: str) -> str:
 
 
 def _torchrun(environment: Environment) -> ClusterEnvironment | None:
-    names = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-    if not names or ("PET_NNODES" in environment and "LOCAL_RANK" not in environment):
+    if not {"RANK", "WORLD_SIZE"}.intersection(environment):
         return None
-    if len(names) == 1:  # left over in a shell: launchers set both
-        given = [name for name in RANK_VARIABLES if name in environment]
-        missing = "WORLD_SIZE" if names == ["RANK"] else "RANK"
-        rule = f"is set, but {missing} is not, so no launcher has started this process"
-        remedy = f"run unset {' '.join(given)}"
-        raise InvalidConfig([ConfigError(names[0], environment[names[0]], rule, remedy)])
+    if "PET_NNODES" in environment and "LOCAL_RANK" not in environment:
+        return None
+    required = [name for name in RANK_VARIABLES if not name.startswith("LOCAL_")]
+    _check_complete(environment, required, RANK_VARIABLES)
     variables = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     variables |= {name: environment[name] for name in RANK_VARIABLES if name in environment}
     return _as_rank("torchrun", variables, dict.fromkeys(RANK_VARIABLES, ""))
@@ -262,6 +272,8 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
             errors.add("SLURM_JOB_NUM_NODES", rule, remedy)
         errors.raise_any()
         return ClusterEnvironment("slurm")
+    step_variables = ["SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"]
+    _check_complete(environment, step_variables, SLURM_VARIABLES)
     hosts = _expand(errors, environment, "SLURM_STEP_NODELIST", expand_hosts)
     tasks = _expand(errors, environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts)
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -284,7 +296,8 @@ def _slurm(environment: Environment) -> ClusterEnvironment | None:
         "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
         "LOCAL_RANK": "SLURM_LOCALID",
     }
-    values = {ours: environment[name] for ours, name in variables.items() if name in environment}
+    _check_complete(environment, [*variables.values(), "SLURM_NODEID"], SLURM_VARIABLES)
+    values = {ours: environment[name] for ours, name in variables.items()}
     values |= {"LOCAL_WORLD_SIZE": str(tasks[0])} | _master(environment, hosts[0], port)
     found = _as_rank("slurm", values, variables)
     node = _integer(errors, environment, "SLURM_NODEID", 0, len(hosts) - 1)
@@ -343,7 +356,7 @@ def _mpi(environment: Environment, variables: Mapping[str, str]) -> ClusterEnvir
     head = ""
     if (size := values.get("WORLD_SIZE")) in ("1", values.get("LOCAL_WORLD_SIZE")):
         if size == "1":
-            values = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | values
+            values = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | values
         head = "localhost"
     elif "SLURM_JOB_NODELIST" in environment:
         errors = ConfigErrors(environment)
@@ -352,6 +365,8 @@ def _mpi(environment: Environment, variables: Mapping[str, str]) -> ClusterEnvir
         head = hosts[0]
     elif "SM_HOSTS" in environment:
         head = _sagemaker_hosts(environment["SM_HOSTS"])[0]
+    required = [name for ours, name in variables.items() if ours not in values]
+    _check_complete(environment, required, tuple(variables.values()))
     values |= _master(environment, head, MPI_PORT)
     return _as_rank("mpi", values, {**variables, "MASTER_ADDR": ""})
 
@@ -403,10 +418,31 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Clus
     read("MASTER_PORT", 1, 65535)
     if not values.get("MASTER_ADDR"):
         rule = "is missing: every rank needs the host of rank 0"
-        remedy = "set it, as in mpirun -x MASTER_ADDR=$(hostname)" if source == "mpi" else ""
+        remedy = ""
+        if source == "mpi":
+            given = " ".join(name for name in variables if name not in RANK_VARIABLES)
+            remedy = "set it, as in mpirun -x MASTER_ADDR=$(hostname); without mpirun, run unset "
+            remedy += given
         errors.add("MASTER_ADDR", rule, remedy, value=MISSING)
     errors.raise_any()
     return ClusterEnvironment(source, {name: values[name] for name in RANK_VARIABLES})
+
+
+def _check_complete(
+    environment: Environment, required: Sequence[str], names: Sequence[str]
+) -> None:
+    """Check that the variables of a launcher are not leftovers of a shell.
+
+    Raises:
+        InvalidConfig: if a required variable is missing; it says how to remove ``names``.
+    """
+    missing = [name for name in required if name not in environment]
+    if missing:
+        first, *others = [name for name in names if name in environment]
+        rule = f"is set, but {' and '.join(missing)} {'are' if missing[1:] else 'is'} not, so no "
+        rule += "launcher has started this process"
+        remedy = f"run unset {' '.join([first, *others])}"
+        raise InvalidConfig([ConfigError(first, environment[first], rule, remedy)])
 
 
 def _integer(

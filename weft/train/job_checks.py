@@ -320,8 +320,13 @@ def check_names(job: Job) -> ConfigErrors:
 
 
 def check_logins(job: Job) -> ConfigErrors:
-    """Check that Weights & Biases has a login, before data are tokenized."""
+    """Check that Weights & Biases has a login, before the data of a new run are tokenized.
+
+    A run that has started goes on without: its login may have expired.
+    """
     errors = ConfigErrors(job)
+    if job.run.dir != "auto" and (Path(job.run.dir) / "metrics.jsonl").exists():
+        return errors
     is_offline = os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared")
     if "wandb" not in job.monitor.trackers or is_offline or not is_log_node(os.environ):
         return errors
