@@ -114,3 +114,14 @@ def test_model_that_the_hub_does_not_give_is_one_error(
     assert f"hf download {name} --local-dir DIRECTORY" in message
     assert "hf_wrong" not in message
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_names_the_weights_of_the_hub_as_not_checked(endpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three. " * 2000)
+    words = ["train", "pretrain", "--data.path", "text.txt", "--run.nproc_per_node", "1"]
+    line = "not checked: the weights of org/empty, which the start downloads"
+    assert line in run_weft(tmp_path, endpoint, *words, "--model.path", "org/empty", "--dry-run")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    shown = run_weft(tmp_path, endpoint, "train", "demo", "--dry-run")
+    assert "not checked: the tokens" in shown
+    assert "the weights of" not in shown

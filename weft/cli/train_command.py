@@ -18,7 +18,7 @@ def add_train(commands: Commands) -> None:
     text = f"{summary}\n\n{list_keys()}"
     add = add_command(commands, "train", run_train, text).add_argument
     add("recipe", metavar="RECIPE", help=RECIPE_HELP)
-    text = "make the checks of a start, except of the tokens, and print the plan; start nothing"
+    text = "make the checks of a start, except of tokens and downloads; print the plan"
     add("--dry-run", action="store_true", help=text)
     add("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     text = "start even if memory is predicted not to suffice, or the tokenizer not to fit"
@@ -43,15 +43,20 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from weft.cluster.start import check_start
         from weft.plan.plan_text import describe_plan
+        from weft.tools.model_import import imports_model
         from weft.train.machine import detect_machine
 
-        _, warning, _ = check_start(plan, options.force, download=False)
+        _, warning, source = check_start(plan, options.force, download=False)
+        has_weights = source is not None or not imports_model(plan)
         machine = detect_machine(plan.job.run)
         name = options.recipe
         print(plan.to_json() if options.json else describe_plan(plan, machine, name))
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
         print("not checked: the tokens of the data, which the start prepares", file=sys.stderr)
+        if not has_weights:
+            text = f"not checked: the weights of {plan.job.model.path}, which the start downloads"
+            print(text, file=sys.stderr)
         return 0
     if is_launched_rank():
         try:

@@ -37,6 +37,12 @@ from weft.tools.peft_import import open_adapter
 from weft.train.state import checkpoint_dir
 
 
+def imports_model(plan: Plan) -> bool:
+    """Return True if the start of a run imports the weights of ``model.path``."""
+    home = checkpoint_dir(plan.job.checkpoint, plan.run_path)
+    return bool(plan.job.model.path) and not list_checkpoints(home)
+
+
 def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
     """Open the model that a run imports; None if there is none to import.
 
@@ -45,9 +51,9 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
     Raises:
         InvalidConfig: with every reason why the import is impossible.
     """
-    path, home = plan.job.model.path, checkpoint_dir(plan.job.checkpoint, plan.run_path)
-    if not path or list_checkpoints(home):
+    if not imports_model(plan):
         return None
+    path, home = plan.job.model.path, checkpoint_dir(plan.job.checkpoint, plan.run_path)
     errors = ConfigErrors()
     directory = locate_model(path, with_weights=True)
     with_mtp = plan.job.model.overrides().get("mtp_layers") != 0

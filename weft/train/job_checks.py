@@ -320,7 +320,7 @@ def check_names(job: Job) -> ConfigErrors:
 
 
 def check_logins(job: Job) -> ConfigErrors:
-    """Check that Weights & Biases has a login, before the data of a new run are tokenized.
+    """Check that Weights & Biases has a login, before a new run tokenizes its data.
 
     A run that has started goes on without: its login may have expired.
     """
