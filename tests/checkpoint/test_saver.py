@@ -30,7 +30,6 @@ from tests.small import (
     this_rank,
     train_rank,
 )
-from weft.checkpoint import manager as store_module
 from weft.checkpoint import manifest, shard_files
 from weft.checkpoint.commit import delete_old
 from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule, young_interval
@@ -482,43 +481,6 @@ def train_and_delete(overrides: Overrides, store: str, output_path: str) -> None
 
     before_each_step(delete)
     train_and_record_output(overrides, store, output_path)
-
-
-# --------------------------------------------------------------------------- the last save
-
-
-def last_save_fails(times: int) -> tuple[str, str]:
-    """Return a fault at the last of the three saves of `STEPS` and at its retries."""
-    fault = {"site": "checkpoint.written", "rank": 1, "kind": "error", "passing": 3}
-    return "resilience.faults", toml(fault | {"times": times, "error": "ENOSPC"})
-
-
-def train_impatiently(overrides: Overrides, store: str, output_path: str) -> None:
-    store_module.RETRY_DELAYS = (0, 0, 0)
-    train_and_record_output(overrides, store, output_path)
-
-
-def test_last_save_transient_error_is_tried_again(store_path: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(3)]
-    run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
-    assert steps_saved(run) == [3, 6, 8]
-    text = (tmp_path / "said-0").read_text()
-    assert text.count("retrying the final save of the run") == 3
-    assert "No space left on device" in text
-
-
-def test_last_save_impossible_reports_the_lost_steps(store_path: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(99)]
-    with pytest.raises(RankError) as caught:
-        run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
-    message = str(caught.value)
-    assert "the final save at step 8 failed in 4 attempts" in message
-    assert "No space left on device" in message
-    assert f"steps 7 to 8 are lost; the last checkpoint is {run}/checkpoints/step-0" in message
-    assert steps_saved(run) == [3, 6]
-    assert not list((run / "checkpoints").glob(".tmp-*"))
 
 
 # --------------------------------------------------------------------------- data errors

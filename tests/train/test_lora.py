@@ -143,6 +143,27 @@ def test_lora_resumed_run_is_equal_bit_for_bit(
     assert all(tensor.equal(theirs[name]) for name, tensor in newest_state(run_dir).items())
 
 
+@pytest.mark.slow
+def test_lora_last_state_saved_elsewhere_resumes_with_its_base(
+    trained: Path, run_halfway: Path, source: Path, store_path: Path, tmp_path: Path
+) -> None:
+    """The base is in the checkpoint directory, which was full at the end."""
+    run_dir = shutil.copytree(run_halfway, tmp_path / "run")
+    shutil.rmtree(run_dir / "logs")  # the record that the first fault has happened
+    fault = '[{site = "checkpoint.written", kind = "error"}]'
+    full = [("resilience.faults", fault), ("checkpoint.final_save_timeout", "0")]
+    with pytest.raises(RankError, match="Step 4 is saved in"):
+        run(source, run_dir, store_path, "dp_shard2", 4, *full)
+    (place,) = run_dir.glob("checkpoints-step-00000004-*")
+    assert [path.name for path in list_checkpoints(place)] == ["step-00000000", "step-00000004"]
+    run(source, run_dir, store_path, "dp_shard2", 4, ("checkpoint.dir", str(place)))
+    theirs = newest_state(trained)
+    (run_dir / "checkpoints").rename(run_dir / "full")
+    place.rename(run_dir / "checkpoints")
+    assert losses(run_dir) == losses(trained)
+    assert all(tensor.equal(theirs[name]) for name, tensor in newest_state(run_dir).items())
+
+
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2 dp_shard2", marks=pytest.mark.slow)])
 def test_lora_resumed_in_another_layout_has_the_same_losses(
     layout: str, trained: Path, run_halfway: Path, source: Path, store_path: Path, tmp_path: Path

@@ -37,9 +37,7 @@ from weft.checkpoint.manifest import (
     Lease,
     LeaseLost,
     acquire_lease,
-    checkpoint_step,
     format_error,
-    list_checkpoints,
     read_leases,
     run_on_rank_0,
 )
@@ -56,7 +54,6 @@ from weft.monitor.heartbeat import SAVE_GROUP
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets
 
-RETRY_DELAYS = (1, 2, 4, 8, 15, 30)  # seconds between attempts at the final save of a run
 FIRST_SAVE_STEPS = 10  # steps before the first save, whose cost sets the interval
 
 
@@ -152,6 +149,7 @@ class CheckpointManager:
         self._local_dir = local_dir
         self.blocking_seconds = 0.0  # of the last save
         self.write_seconds = 0.0  # of the last completed save
+        self.staged_bytes = 0  # of this rank in the last save
         self._log = log
         self._failures = 0  # consecutive
         self._error: CheckpointError | None = None  # of the last save
@@ -199,6 +197,7 @@ class CheckpointManager:
         self._report_problems()
         fault_point("checkpoint")
         shards = self._stage_shards(model_parts, optimizer)
+        self.staged_bytes = sum(shard.num_bytes for shard in shards if shard.is_owned)
         own = {"epoch": self.lease.epoch, "run_files": self._run_files}
         args = (shards, manifest | own, persistent)
         self._thread = threading.Thread(target=self._write, args=args, daemon=True)
@@ -221,49 +220,31 @@ class CheckpointManager:
         if self.run_dir is not None:  # the persistent checkpoint replaces it
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
-    def save_final(
-        self, model_parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json
+    def save_into(
+        self,
+        directory: Path,
+        model_parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        manifest: Json,
     ) -> None:
-        """Save before the run ends, with a retry after each delay in `RETRY_DELAYS`.
+        """Save once into another directory, which has the leases of the run, and wait.
 
-        Every rank calls this function, and all ranks attempt equally often, because all get the
-        same error.
+        Every rank calls this function.
 
         Raises:
-            CheckpointError: on every rank, with the steps that are lost and the last checkpoint.
+            CheckpointError: as `wait`.
         """
-        began = time.monotonic()
-        for delay in (*RETRY_DELAYS, None):
-            self.save(model_parts, optimizer, manifest)
-            try:
-                return self.wait()
-            except (LeaseLost, PeerLost):
-                raise
-            except CheckpointError as error:
-                self._problems = [each for each in self._problems if isinstance(each, str)]
-                if delay is None:
-                    message = self._describe_loss(manifest["step"], time.monotonic() - began, error)
-                    raise CheckpointError(message) from error
-                self._log(f"{error}; retrying the final save of the run in {delay} s")
-            for _ in range(delay):
-                enter_phase("checkpoint")  # a heartbeat: this is not a hang
-                time.sleep(1.0)
-
-    def _describe_loss(self, step: int, seconds: float, error: CheckpointError) -> str:
-        """Return the message for a final save that failed."""
-        directory = self.lease.directory
+        own = self.lease, self.run_dir
+        self.lease, self.run_dir = self.lease._replace(directory=directory), None
         try:
-            paths = run_on_rank_0(
-                lambda: list_checkpoints(directory), f"{directory}: could not be read"
-            )
-            lost = "there is no checkpoint, so all steps are lost"
-            if paths:
-                first = checkpoint_step(paths[-1]) + 1
-                lost = f"steps {first} to {step} are lost; the last checkpoint is {paths[-1]}"
-        except CheckpointError as unreadable:
-            lost = f"the steps since the last checkpoint are lost, and {unreadable}"
-        attempts = f"{len(RETRY_DELAYS) + 1} attempts in {seconds:.0f} s"
-        return f"the final save at step {step} failed in {attempts}: {error}; {lost}"
+            self.save(model_parts, optimizer, manifest)
+            self.wait()
+        finally:
+            self.lease, self.run_dir = own
+
+    def discard_errors(self) -> None:
+        """Forget the errors that are not logged yet, because the caller reports them."""
+        self._problems = [each for each in self._problems if isinstance(each, str)]
 
     def close(self) -> None:
         """Wait until a running save ends, successfully or not."""

@@ -35,6 +35,7 @@ def write_owner(home: Path, run_dir: Path) -> None:
     if is_remote(home):
         (home / OWNER_FILE).write_text(content)
     else:
+        home.mkdir(parents=True, exist_ok=True)
         replace_text(home / OWNER_FILE, content)
 
 

@@ -150,7 +150,7 @@ def inspect_run(run_dir: Path) -> HangReport:
     if hung and started > hung:
         advice.append("the run has been restarted since")
     advice += [f"log: {log_path(run_dir, rank)}" for rank in missing[:4]]
-    advice.append(resume_hint(checkpoint_dir(job.checkpoint, run_dir)))
+    advice.append(resume_hint(checkpoint_dir(job.checkpoint, run_dir), run_dir))
     return HangReport(sentence, source, missing, states, advice)
 
 
@@ -281,7 +281,7 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> 
     step = last["step"] if last else 0
     logs, other_hosts = run_dir / "logs", {host.host for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
-    hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
+    hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir), run_dir)
     num_steps = job.train.known_steps or RunReader(run_dir).steps
     if num_steps and step >= num_steps:
         sentence = f"no hang: the run is complete, at step {step}"

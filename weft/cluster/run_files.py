@@ -10,9 +10,9 @@ from weft.checkpoint.owner import write_owner
 from weft.checkpoint.storage import remove
 from weft.config.files import replace_bytes, replace_text
 from weft.config.locks import unwritable_error
-from weft.config.reader import find_recipe
+from weft.config.reader import find_recipe, read_job
 from weft.config.run_paths import portable
-from weft.config.schema import DataSection, Job
+from weft.config.schema import DataSection, Job, replace
 from weft.config.writer import to_toml
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
@@ -29,7 +29,8 @@ def write_run_files(
 ) -> str:
     """Write a run's job, tokenizer and prediction, and finish interrupted deletions.
 
-    The files of a complete run stay as they are: they say what it was trained with.
+    The files of a complete run stay as they are: they say what it was trained with.  Only the
+    directory of its checkpoints may change, which every command reads from ``job.toml``.
 
     Returns:
         The keys that changed since the last start: see `describe_changes`.
@@ -44,6 +45,7 @@ def write_run_files(
                 remove(leftover)
         if path.exists() and step >= plan.num_steps:
             _write_data_files(run_dir, job.data, dataset, only_missing=True)
+            _record_checkpoint_dir(job, recipe, run_dir)
             return ""
         if changes := describe_changes(run_dir, job):
             note_event(run_dir, "change", step, changes.removeprefix("; "))
@@ -60,6 +62,19 @@ def write_run_files(
     except OSError as error:
         raise unwritable_error(run_dir, error) from error
     return changes
+
+
+def _record_checkpoint_dir(job: Job, recipe: str, run_dir: Path) -> None:
+    """Change only ``checkpoint.dir`` in the ``job.toml`` of a run."""
+    path, home = run_dir / "job.toml", checkpoint_dir(job.checkpoint, run_dir)
+    old, _, errors = read_job(str(path))
+    if errors or str(checkpoint_dir(old.checkpoint, run_dir)) == str(home):
+        return
+    before, place = portable(old, run_dir), portable(job, run_dir).checkpoint.dir
+    stored = replace(before, checkpoint={"dir": place})
+    replace_text(path, to_toml(stored, recipe, before, path.read_text("utf-8-sig")))
+    if not job.resilience.has_replica_groups:
+        write_owner(home, run_dir)
 
 
 def _write_data_files(

@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
+from weft.checkpoint.final_save import read_place
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.rollback import drop_later_checkpoints
@@ -131,6 +132,8 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         newest = list_checkpoints(home)[-1:]
         step = intact_checkpoint_step(newest)
         record_start(run_dir, step)
+        if elsewhere := read_place(run_dir, home, step):
+            console.print(f"warning: the last start could not save in {home}. {elsewhere}")
         if step < plan.num_steps or lacks_evaluation(run_dir, step):
             if newest:
                 resuming = f"resuming from {newest[0]}{changes}"
@@ -141,12 +144,12 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
             except UnhealthyNode:
                 return UNHEALTHY
             except Requeue as reason:
-                console.print(f"{reason}; {resume_hint(home)}")
+                console.print(f"{reason}; {resume_hint(home, run_dir)}")
                 console.print(resume_command())
                 return REQUEUE
             except KeyboardInterrupt:
                 note_event(run_dir, "stop", last_logged_step(run_dir), "interrupted")
-                print(f"\ninterrupted; {resume_hint(home)}", file=sys.stderr)
+                print(f"\ninterrupted; {resume_hint(home, run_dir)}", file=sys.stderr)
                 print(resume_command(), file=sys.stderr)
                 return INTERRUPTED
             finally:
@@ -340,7 +343,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             is_complete = train(plan, dataset, ranks, console, prompt_generator(plan))
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
-                hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir))
+                hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir), run_dir)
                 console.print(f"saved a checkpoint and stopped; {hint}")
             elif rank == 0:
                 print_results(plan, recipe, dataset, console)
@@ -513,12 +516,15 @@ def explain_failure(failure: Failure, home: Path, run_dir: Path) -> TrainingFail
     if failure.no_retry_reason:
         lines.append(f"  not restarted: {failure.no_retry_reason}")
     if not failure.is_expected or failure.kind != "CheckpointError":  # its message has the remedy
-        lines.append(f"  {resume_hint(home)}")
+        lines.append(f"  {resume_hint(home, run_dir)}")
     return TrainingFailed("\n".join(lines), HUNG if is_hang else FAILED, failure.log)
 
 
-def resume_hint(home: Path) -> str:
+def resume_hint(home: Path, run_dir: Path) -> str:
     """Return the instruction to resume from the newest checkpoint, or to start again."""
-    if checkpoints := list_checkpoints(home):
+    checkpoints = list_checkpoints(home)
+    if elsewhere := read_place(run_dir, home, intact_checkpoint_step(checkpoints[-1:])):
+        return elsewhere
+    if checkpoints:
         return f"run the same command to resume from {checkpoints[-1]}"
     return "run the same command to start again: there is no checkpoint"

@@ -644,6 +644,11 @@ class CheckpointSection(Section):
         "memory) or a local disk; off: none",
     )
     local_interval: Positive = key(10, "steps between node-local saves")
+    final_save_timeout: Annotated[float, Field(ge=0)] = key(
+        3600.0,
+        "seconds for which a last save that fails is retried, before the state is saved in any "
+        "other place that has room; after a stop signal that happens at once",
+    )
 
     @property
     def is_in_run_dir(self) -> bool:

@@ -45,6 +45,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.checkpoint.final_save import FinalSave
 from weft.checkpoint.fingerprint import compare_replicas
 from weft.checkpoint.manifest import CheckpointError
 from weft.config.errors import WeftError
@@ -331,7 +332,7 @@ def save_last_step(run: Run, state: TrainState) -> None:
     if run.replicas.is_leader and state.step > 0:
         if reason is not None and run.plan.job.resilience.replica_check:
             compare_replicas(run.built.model_parts, run.built.optimizer)
-        run.checkpoints.save_final(*saved_parts(run, state))
+        save_final(run, state)
         log_save(run, state)
     if reason is not None:
         seconds = f"{time.time() - reason.time:.1f} s after the request"
@@ -346,6 +347,18 @@ def saved_parts(run: Run, state: TrainState) -> tuple[list[nn.Module], Optimizer
     state = replace(state, divergence_state=run.metrics.divergence_state())
     manifest = state.manifest(run.plan, run.dataset)
     return run.built.model_parts, run.built.optimizer, manifest
+
+
+def save_final(run: Run, state: TrainState) -> None:
+    """Save before the run ends; a collective.  See `weft.checkpoint.final_save`."""
+    FinalSave(
+        run.checkpoints,
+        saved_parts(run, state),
+        run.plan.job.checkpoint,
+        run.plan.run_path,
+        run.consensus.should_stop,
+        lambda text: run.events.add("warning", state.step, text, warning=True),
+    ).run()
 
 
 def log_save(run: Run, state: TrainState) -> None:
@@ -424,7 +437,7 @@ def end_without_data(run: Run, state: TrainState, error: Exception | None) -> No
         compare_replicas(run.built.model_parts, run.built.optimizer)
     text = f"a rank has no data for step {state.step + 1}: saving step {state.step}, then ending"
     run.events.add("warning", state.step, text, warning=True)
-    run.checkpoints.save_final(*saved_parts(run, state))
+    save_final(run, state)
     run.events.add("stop", state.step, "stopped and saved")
     if error is not None:
         error.add_note(f"step {state.step} is saved")
