@@ -180,6 +180,14 @@ def test_layout_remedy_with_automatic_ranks_names_all_valid_values(
         assert [error.remedy for error in errors if rule in error.rule] == [remedy]
 
 
+def test_layout_expert_parallel_without_experts_does_not_advise_the_kind_that_is_set() -> None:
+    job, _, _ = read_job("qwen3-30b-a3b", [("model.num_experts", "0")])
+    with pytest.raises(InvalidConfig) as caught:
+        resolve(job, CUDA)
+    remedies = [error.remedy for error in caught.value.errors if error.key == "parallel.ep"]
+    assert remedies == ["use 1, or model.num_experts above 0"]
+
+
 def test_layout_remedy_names_only_values_that_the_other_degrees_allow() -> None:
     [error] = refused("tp=12 dp_replicate=2 train.global_batch_size=2 train.seq_len=60", 24)
     assert error.remedy == "use 1, 2, 3, 4 or 6"  # not 8, which is a divisor of 24

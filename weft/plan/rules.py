@@ -453,9 +453,11 @@ def _check_expert_parallel(
         return
     if family.moe_layers is None:
         rule = f"needs experts, which the model family {job.model.kind} does not have"
-        errors.add(
-            key, rule, "use 1" if job.model.path else "use 1, or --model.kind moe", ("model.kind",)
-        )
+        remedy = "use 1" if job.model.path else "use 1, or --model.kind moe"
+        if job.model.kind == "moe":
+            rule = "needs experts, but model.num_experts is 0"
+            remedy = "use 1, or model.num_experts above 0"
+        errors.add(key, rule, remedy, ("model.kind", "model.num_experts"))
         return
     num_experts, per_shard = model.num_experts, degrees.tp // degrees.etp
     ranks, axes = degrees.fsdp_size * per_shard, "dp_shard x cp" + " x tp" * (per_shard > 1)
