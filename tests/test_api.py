@@ -381,7 +381,7 @@ def test_stop_signal_saves_first(
     code = INTERRUPTED.replace("{OVERRIDES!r}", repr(overrides)).replace("{SIGNAL}", name)
     result = run_script(code, tmp_path)
     assert result.returncode == status, result.stdout + result.stderr
-    assert "saved a checkpoint and stopped" in result.stdout
+    assert "stopped; run the same command to resume from" in result.stdout
     assert all(f"\n{line}\n" in result.stdout for line in lines), result.stdout
     assert len(weft.open_run(tmp_path / "run").checkpoints) >= 1
 

@@ -360,9 +360,7 @@ def test_train_lost_and_new_nodes_continue_the_run(
     cluster.processes["b again"].send_signal(signal.SIGTERM)
     start_time = time.monotonic()
     assert cluster.wait("b again") == REQUEUE
-    assert "saved a checkpoint and stopped; run the same command to resume from" in cluster.output(
-        "b again"
-    )
+    assert "stopped; run the same command to resume from" in cluster.output("b again")
     at = cluster.step()
     cluster.wait_for_step_after(at + 3)
     print(f"left: three new steps after {time.monotonic() - start_time:.1f} s")

@@ -154,7 +154,7 @@ def test_slurm_preempted_job_is_requeued_and_resumes(
     launcher.finish_soon()
     assert "ended: completed" in launcher.wait_for_status("ended")
     assert launcher.out().count("resuming from") == 1  # only the first node logs
-    assert "saved a checkpoint and stopped" in launcher.out()
+    assert "stopped; run the same command to" in launcher.out()
     check_against_reference(tmp_path, store_path, 60)
 
 

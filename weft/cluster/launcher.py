@@ -193,7 +193,7 @@ def _restart_until_end(
                 rendezvous.end_run(asdict(failure) | {"log": str(failure.log)})
             return failure
         on_restart(failure)
-    raise Requeue("saved a checkpoint and stopped")
+    raise Requeue("stopped")
 
 
 def configure_elastic_agent(plan: Plan, endpoint: str, run_dir: Path) -> None:

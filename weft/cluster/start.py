@@ -344,7 +344,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
                 hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir), run_dir)
-                console.print(f"saved a checkpoint and stopped; {hint}")
+                console.print(f"stopped; {hint}")
             elif rank == 0:
                 print_results(plan, recipe, dataset, console)
             if rank == 0 and job.monitor.report:
@@ -527,4 +527,4 @@ def resume_hint(home: Path, run_dir: Path) -> str:
         return elsewhere
     if checkpoints:
         return f"run the same command to resume from {checkpoints[-1]}"
-    return "run the same command to start again: there is no checkpoint"
+    return "no step was complete, so there is no checkpoint: run the same command to start again"
