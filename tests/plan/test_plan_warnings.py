@@ -30,7 +30,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "precision": "compute_dtype float8",
         "activation_checkpoint": "mode offload",
         "compile": "enable",
-        "checkpoint": "interval async_save dir keep_latest local_dir",
+        "checkpoint": "interval async_save dir keep_latest local_dir final_save_timeout",
         "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour "
         "lighthouse faults",
         "monitor": "log_interval trackers layer_grad_norms eval_prompts report spans "

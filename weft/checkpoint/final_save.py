@@ -211,7 +211,8 @@ class FinalSave:
         def delete() -> None:
             if place is not None:
                 shutil.rmtree(place, ignore_errors=True)
-            (self._run_dir / RECORD_FILE).unlink(missing_ok=True)
+            if (self._run_dir / RECORD_FILE).exists():
+                (self._run_dir / RECORD_FILE).unlink()
 
         run_on_rank_0(delete, f"{self._run_dir}: {RECORD_FILE} cannot be deleted")
 

@@ -325,7 +325,7 @@ def check_logins(job: Job) -> ConfigErrors:
     A run that has started goes on without: its login may have expired.
     """
     errors = ConfigErrors(job)
-    if job.run.dir != "auto" and (Path(job.run.dir) / "metrics.jsonl").exists():
+    if job.run.dir != "auto" and os.path.exists(Path(job.run.dir) / "metrics.jsonl"):
         return errors
     is_offline = os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared")
     if "wandb" not in job.monitor.trackers or is_offline or not is_log_node(os.environ):
