@@ -36,14 +36,18 @@ def test_dry_run_refuses_a_model_that_does_not_fit(
     assert not run.exists()
 
 
+def forget_wandb_login(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_check_logins_wandb_without_login_names_what_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
+    forget_wandb_login(monkeypatch, tmp_path)
     job = small_job(("monitor.trackers", "wandb"))
     [error] = check_logins(job)
     assert "WANDB_MODE=offline" in error.remedy
@@ -55,11 +59,7 @@ def test_check_logins_wandb_without_login_names_what_works(
 def test_check_logins_of_a_run_that_has_started_is_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
+    forget_wandb_login(monkeypatch, tmp_path)
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("one two three. " * 2000)
     words = ["demo", "--data.path", str(text), "--run.dir", str(run), "--train.steps"]
