@@ -274,7 +274,7 @@ class Mistake:
 
 MISTAKES = [
     Mistake(
-        "half a rank", {"RANK": "0"}, ["RANK"], "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"
+        "half a rank", {"RANK": "0"}, ["RANK"], "WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not"
     ),
     Mistake("no number", TORCHRUN | {"RANK": "x"}, ["RANK"], "between 0 and 3"),
     Mistake("too high", TORCHRUN | {"RANK": "4"}, ["RANK"], "between 0 and 3"),

@@ -438,11 +438,12 @@ def _check_complete(
     """
     missing = [name for name in required if name not in environment]
     if missing:
-        first, *others = [name for name in names if name in environment]
-        rule = f"is set, but {' and '.join(missing)} {'are' if missing[1:] else 'is'} not, so no "
-        rule += "launcher has started this process"
-        remedy = f"run unset {' '.join([first, *others])}"
-        raise InvalidConfig([ConfigError(first, environment[first], rule, remedy)])
+        present = [name for name in names if name in environment]
+        listed = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+        rule = f"is set, but {listed} {'are' if missing[1:] else 'is'} not, so no launcher has "
+        rule += "started this process"
+        remedy = f"run unset {' '.join(present)}"
+        raise InvalidConfig([ConfigError(present[0], environment[present[0]], rule, remedy)])
 
 
 def _integer(
