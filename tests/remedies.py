@@ -2,7 +2,8 @@
 
 A remedy proposes alternatives, such as ``use 6 or 9, or run.nproc_per_node=1 or 2``.  Each is a
 change of keys: a new value of the error's own key, ``section.key=value``, ``--section.key value``,
-or the removal of a key.  `follow` makes each change and reports the errors that it leaves.
+or the removal of a key.  `Follower` makes each change and reports the errors that it leaves.  A
+warning is followed as an error is: see `warning_error`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import SECTIONS
 from weft.plan.plan import Machine
@@ -47,11 +48,14 @@ NO_VALUE = {
 
 def proposed_changes(error: ConfigError) -> list[Change]:
     """Return the changes that a remedy proposes; empty if it has none that a machine can read."""
+    if isinstance(error, Warned):
+        return _changes_of_warning(error)
     if error.key == "optim.groups" or re.match(
         r"must (be|match)|is missing|is not a known key", error.rule
     ):
         return []  # the remedy is the description of the key
     text = re.sub(r"\([^)]*\)", "", error.remedy).strip()
+    text = re.sub(r" or a multiple of \d+", "", text)
     changes: list[Change] = []
     own = error.key if re.fullmatch(KEY, error.key) else ""
     for clause in re.split(
@@ -60,9 +64,7 @@ def proposed_changes(error: ConfigError) -> list[Change]:
         clause = re.sub(
             r"^(?:did you mean|use|set|add|leave (?!it)|and|or) ", "", clause.strip(), flags=re.I
         )
-        if re.search(
-            r"(above \d+|or more|or less|or a multiple)|such as|times run|a multiple of", clause
-        ):
+        if re.search(r"(above \d+|or more|or less)|such as|times run|a multiple of", clause):
             continue  # a direction, not a value
         clause = re.sub(r"^leave it out", "remove it", clause)
         removed = re.match(rf"remove ({KEY}|it\b|the key\b)", clause, re.I)
@@ -87,6 +89,43 @@ def proposed_changes(error: ConfigError) -> list[Change]:
     return changes
 
 
+@dataclass(frozen=True)
+class Warned(ConfigError):
+    """A warning of a plan: the sentences before "Set", "Use" or "Remove", and the remedy."""
+
+
+def warning_error(text: str) -> Warned:
+    key = re.match(KEY, text)
+    rule, *remedy = re.split(r"(?<=\.) (?=(?:Set|Use|Remove|Add) )", text, maxsplit=1)
+    return Warned(key[0] if key else "warning", MISSING, rule, "".join(remedy))
+
+
+def _changes_of_warning(error: Warned) -> list[Change]:
+    """Return the changes of a warning; a direction, as "above 1", is followed by its first value.
+
+    The keys of an alternative, "Set A=1 and B above 1", are one change.
+    """
+    changes: list[Change] = []
+    for clause in re.split(r", or |; or ", error.remedy.rstrip(".")):
+        if re.match(r"remove (it|the key)", clause, re.I):
+            changes.append({error.key: None})
+            continue
+        change: Change = dict(re.findall(rf"({KEY})=([\w.*-]*\w(?:,[\w.*-]*\w)*)", clause))
+        above = re.search(rf"({KEY}(?: and {KEY})*) above (\d+)", clause)
+        if above:
+            change |= dict.fromkeys(re.findall(KEY, above[1]), str(int(above[2]) + 1))
+        bare = re.fullmatch(rf"(?:Set|set) ({KEY})", clause)
+        if bare:
+            change[bare[1]] = next(iter(candidate_values(bare[1])), "2")
+        choice = re.search(rf"({KEY}) to (\w+) or (\w+)", clause)
+        changes += [{choice[1]: choice[i]} for i in (2, 3)] if choice else []
+        changes += [change] if change else []
+        if not change and not choice and "." in error.key:
+            clause = re.sub(r".*: (?=[\w.]+(, | or ))", "", clause)  # "a divisor: 1, 2 or 4"
+            changes += proposed_changes(ConfigError(error.key, MISSING, "", clause))
+    return changes
+
+
 def apply_change(overrides: Overrides, change: Change) -> Overrides:
     kept = [(key, value) for key, value in overrides if key not in change]
     return (*kept, *((key, value) for key, value in change.items() if value is not None))
@@ -94,9 +133,13 @@ def apply_change(overrides: Overrides, change: Change) -> Overrides:
 
 @dataclass
 class Follower:
-    """Provokes errors and follows their remedies; ``attempt`` returns the errors of overrides."""
+    """Provokes errors and follows their remedies; ``attempt`` returns the errors of overrides.
+
+    ``any_key``: an error of any key that a remedy leads to is a failure, not only one of its keys.
+    """
 
     attempt: Callable[[str, Overrides], list[ConfigError]]
+    any_key: bool = False
     followed: int = 0
     unread: dict[str, str] = field(default_factory=dict)  # rule to error, without a change to read
     failed: dict[str, str] = field(default_factory=dict)  # rule to what happened
@@ -107,7 +150,7 @@ class Follower:
         errors = self.attempt(recipe, overrides)
         given = dict(overrides)
         for error in errors:
-            shape = error.key, re.sub(r"[\d.]+|\"[^\"]*\"", "#", error.rule + error.remedy)
+            shape = error.key, _shape(error.rule + error.remedy)
             if shape in self.seen:
                 continue
             self.seen.add(shape)
@@ -145,7 +188,15 @@ class Follower:
         """
         known = {(e.key, e.rule) for e in before}
         same = [e for e in after if (e.key, e.rule) == (error.key, error.rule)]
-        new = [e for e in after if e.key in change and (e.key, e.rule) not in known]
+        if isinstance(error, Warned):
+            same = [e for e in after if (e.key, _shape(e.rule)) == (error.key, _shape(error.rule))]
+        new = [
+            e
+            for e in after
+            if not isinstance(e, Warned)
+            and (self.any_key or e.key in change)
+            and (e.key, e.rule) not in known
+        ]
         if same or not new or not hops:
             return same or new
         applied = apply_change(overrides, change)
@@ -167,12 +218,20 @@ class Follower:
         return []
 
 
-def plan_errors(recipe: str, overrides: Overrides, machine: Machine) -> list[ConfigError]:
-    """Return the errors of reading and planning, in the order of a start."""
+def _shape(text: str) -> str:
+    """Return the text of a rule without its numbers and quotations."""
+    return re.sub(r"[\d.]+|\"[^\"]*\"", "#", text)
+
+
+def plan_errors(
+    recipe: str, overrides: Overrides, machine: Machine, with_warnings: bool = False
+) -> list[ConfigError]:
+    """Return the errors of reading and planning, in the order of a start, and the warnings."""
     job, base, errors = read_job(recipe, overrides)
     later = ConfigErrors()
     try:
-        resolve_nodes(job, machine, recipe, base, adopt_paths)
+        plan = resolve_nodes(job, machine, recipe, base, adopt_paths)
+        later += [warning_error(text) for text in plan.warnings if with_warnings]
     except InvalidConfig as invalid:
         later += invalid.errors
     errors.add_independent(later)

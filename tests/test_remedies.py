@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.plan.test_plan_warnings import CASES
 from tests.remedies import (
     Change,
     Follower,
@@ -122,6 +123,65 @@ def test_remedies_of_many_random_jobs_are_followed(seed: int, model: Path) -> No
     assert not follower.failed, "\n".join(follower.failed.values())
     assert follower.followed > 300
     assert len(sites) > 60
+
+
+# Overrides with other warnings than those of keys without effect.
+SMALL_FLOAT8 = "precision.float8_small=true precision.float8"
+ASYNC_TP = f"parallel.tp=2 parallel.async_tp=true compile.enable=true {SMALL_FLOAT8}"
+WARNED = f"""
+train.steps=10 optim.warmup_steps=20
+train.steps=10 optim.warmup_steps=10
+parallel.pp=2 pipeline.schedule=InterleavedZeroBubble train.world_size_invariant=true
+activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=5
+activation_checkpoint.offload=true model.num_layers=1
+model.kind=moe model.preset=toy-moe parallel.ep=2 parallel.ep_dispatch=padded
+model.kind=mixtral model.preset=toy model.balance_rate=0.01
+lora.rank=4 {SMALL_FLOAT8}=rowwise_with_gw_hp
+lora.rank=4 model.kind=moe model.preset=toy-moe model.balance_rate=0.01
+model.kind=moe model.preset=toy-moe precision.float8=rowwise
+parallel.pp=2 pipeline.schedule=InterleavedZeroBubble {SMALL_FLOAT8}=rowwise
+""".strip().splitlines()
+WARNED_ON_GPUS = f"""
+run.nodes=2 run.rendezvous=h:1 parallel.tp=16 model.num_heads=16 model.num_kv_heads=16
+run.nproc_per_node=8 {SMALL_FLOAT8}=rowwise
+{ASYNC_TP}=rowwise
+{ASYNC_TP}=tensorwise precision.float8_exclude=*.q_proj
+""".strip().splitlines()
+
+
+def follow_warnings(recipe: str) -> Follower:
+    """Follow the remedies of every warning; report those of them that lead to any error."""
+    cases = [(f"{idle} {key}", machine) for key, idle, machine, *_ in CASES]
+    cases += [(text, 2 if "pp=2" in text or "ep=2" in text else 1) for text in WARNED]
+    cases += [(text, MACHINES["node"]) for text in WARNED_ON_GPUS]
+    follower = Follower(lambda recipe, overrides: [], any_key=True)
+    for text, machine in cases:
+        given = {"train.steps": "1000", "train.global_batch_size": "16"}
+        given |= dict(word.partition("=")[::2] for word in text.split())
+        if isinstance(machine, int):
+            given["run.nproc_per_node"] = str(machine)
+            used = MACHINES["cpu"]
+        elif machine.world_size == 1:
+            given["run.nproc_per_node"] = "1"
+            used = MACHINES["node"]
+        else:
+            used = machine
+
+        def attempt(
+            recipe: str, overrides: Overrides, machine: Machine = used
+        ) -> list[ConfigError]:
+            return plan_errors(recipe, overrides, machine, with_warnings=True)
+
+        follower.attempt = attempt
+        follower.provoke(recipe, tuple(given.items()))
+    return follower
+
+
+@pytest.mark.parametrize("recipe", ["demo", pytest.param("moe-demo", marks=pytest.mark.slow)])
+def test_remedies_of_warnings_are_followed(recipe: str) -> None:
+    follower = follow_warnings(recipe)
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed > 80
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,11 @@ def _check_experts(errors: ConfigErrors, config: DecoderConfig) -> None:
     if config.num_moe_layers == 0:
         rule = f"leaves no layer with experts: model.num_layers={config.num_layers}"
         depends = ("model.num_layers", "model.expert_interval")
-        errors.add("model.dense_layers", rule, "use fewer, or model.num_experts 0", depends)
+        last = config.num_layers // config.expert_interval * config.expert_interval
+        remedy = f"use at most {last - 1}"
+        if not last:
+            remedy = f"use model.expert_interval={config.num_layers} and model.dense_layers=0"
+        errors.add("model.dense_layers", rule, remedy, depends)
     if experts % groups:
         rule = f"does not divide model.num_experts={experts}"
         errors.add(

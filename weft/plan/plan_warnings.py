@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.config.schema import Job, flatten
+from weft.config.errors import capitalize
+from weft.config.schema import Job, PrecisionSection, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.dispatch_rules import has_fixed_buffers
 from weft.plan.lora_plan import adapts_blocks, outer_targets, plan_cost
 from weft.plan.matrices import find_float8_matrices, list_matrices, tensor_parallel_spec
+from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import (
     AXES,
     Sizes,
@@ -37,12 +39,17 @@ DEFAULTS = flatten(Job())
 class EffectRule:
     """The condition under which a key has an effect, and the warning if it has none.
 
-    ``remedy``: change that gives it an effect; empty: only its removal helps.
+    ``remedy``: change that gives it an effect, which may depend on the plan; empty: only its
+    removal helps.
     """
 
     has_effect: Callable[[Plan], bool]
     reason: str
-    remedy: str = ""
+    remedy: str | Callable[[Plan], str] = ""
+
+    def describe_remedy(self, plan: Plan) -> str:
+        """Return the change that gives the key an effect in this plan; may be empty."""
+        return self.remedy if isinstance(self.remedy, str) else self.remedy(plan)
 
 
 def _is_user_defined(name: str) -> bool:
@@ -61,7 +68,7 @@ _CONTEXT_PARALLEL = EffectRule(
 _EXPERT_PARALLEL = EffectRule(
     lambda plan: plan.ep > 1,
     "there is no expert parallelism (parallel.ep=1)",
-    "Set parallel.ep above 1",
+    lambda plan: "" if plan.family.moe_layers is None else "Set parallel.ep above 1",
 )
 _SHARDED = EffectRule(
     lambda plan: plan.fsdp_size > 1,
@@ -89,8 +96,18 @@ _TEXT = EffectRule(
 _CHAT = EffectRule(
     lambda plan: not plan.job.data.is_text,
     "the data are not conversations (data.format=text)",
-    "Set data.format to chat or preferences",
+    "Set data.format=chat, or data.format=preferences and train.objective=dpo",
 )
+
+
+def _stages_remedy(plan: Plan) -> str:
+    """Return the change that gives ``pipeline.stages_per_rank`` an effect."""
+    section = plan.job.pipeline
+    spec = SCHEDULES.get(section.schedule)
+    if spec is None or spec.stages_per_rank in (None, section.stages_per_rank):
+        return "Set parallel.pp above 1"
+    return "Set pipeline.schedule=Interleaved1F1B and parallel.pp above 1"
+
 
 EFFECT_RULES: dict[str, EffectRule] = {
     "run.nproc_per_node": EffectRule(
@@ -118,7 +135,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "train.dpo_beta": EffectRule(
         lambda plan: plan.objective == "dpo" or _is_user_defined(plan.objective),
         "the objective is not dpo (train.objective)",
-        "Set train.objective=dpo",
+        "Set train.objective=dpo and data.format=preferences",
     ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
@@ -177,7 +194,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "parallel.ep_capacity_factor": EffectRule(
         has_fixed_buffers,
         "no buffers of experts have a fixed size",
-        "Set parallel.ep_dispatch=padded with parallel.ep above 1",
+        lambda plan: (
+            ""
+            if plan.family.moe_layers is None
+            else "Set parallel.ep_dispatch=padded and parallel.ep above 1"
+        ),
     ),
     "parallel.ep_chunks": _EXPERT_PARALLEL,
     "parallel.reshard_after_forward": EffectRule(
@@ -213,7 +234,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
         "Set parallel.reshard_after_forward=always",
     ),
-    "pipeline.stages_per_rank": _PIPELINE,
+    "pipeline.stages_per_rank": replace(_PIPELINE, remedy=_stages_remedy),
     "pipeline.layers_per_stage": _PIPELINE,
     "pipeline.balance": EffectRule(
         lambda plan: plan.pp > 1 and not plan.job.pipeline.layers_per_stage,
@@ -286,17 +307,29 @@ EFFECT_RULES: dict[str, EffectRule] = {
 }
 
 
-def unused_key_warnings(plan: Plan) -> Iterator[str]:
-    """Yield a warning for every key that is not at its default and has no effect."""
-    values = flatten(plan.job)
+def unused_key_warnings(plan: Plan, recipe: Job) -> Iterator[str]:
+    """Yield a warning for every key that is not at its default and has no effect.
+
+    Args:
+        plan: the plan.
+        recipe: the recipe without overrides: a key that it sets cannot be removed on the command
+            line.
+    """
+    values, from_recipe = flatten(plan.job), flatten(recipe)
     for key, rule in EFFECT_RULES.items():
-        value = values[key]
-        if value != DEFAULTS[key] and not rule.has_effect(plan):
-            remedy = f"{rule.remedy}, or remove the key" if rule.remedy else "Remove the key"
+        value, default = values[key], DEFAULTS[key]
+        if value != default and not rule.has_effect(plan):
+            remedies = [rule.describe_remedy(plan), "remove the key"]
+            if from_recipe[key] != default:
+                remedies[1] = f"use {key}={format_value(default)}, the default"
+            remedy = capitalize(", or ".join(filter(None, remedies)))
             yield f"{key}={format_value(value)} has no effect: {rule.reason}. {remedy}."
     rate = plan.job.model.overrides().get("balance_rate")
     if rate and plan.lora_rank and not plan.job.model.path:
-        yield f"model.balance_rate={rate} has no effect: the router is frozen (lora.rank)."
+        yield (
+            f"model.balance_rate={rate} has no effect: the router is frozen (lora.rank). "
+            "Use model.balance_rate=0."
+        )
 
 
 def warmup_warnings(plan: Plan) -> Iterator[str]:
@@ -378,7 +411,7 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
     """Yield warnings about choices that cost the speed of float8."""
     if plan.float8 == "none":
         return
-    key = f"precision.float8={plan.float8}"
+    key, section = f"precision.float8={plan.float8}", plan.job.precision
     if plan.device != "cpu" and plan.float8_emulated:
         yield (
             f"{key} is emulated on this GPU, which does not support it: training is slower than "
@@ -392,8 +425,8 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
     if plan.family.moe_layers is not None and not plan.num_float8_stacks:
         yield (
             f"{key} converts no matrix of the experts, which do most of the work: their sizes do "
-            "not allow it, they are too small to gain, or precision.float8_exclude names them. "
-            "precision.float8_small=true converts small matrices too."
+            "not allow it, they are too small to gain, or precision.float8_exclude names them."
+            + ("" if section.float8_small else " Set precision.float8_small=true for small ones.")
         )
     if plan.lora_rank:
         # The adapters read the input in high precision, and no weight has a gradient.
@@ -409,12 +442,18 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
             "parallelism: only one scale per tensor can be applied before a gather. Use "
             "precision.float8=tensorwise."
         )
-    elif plan.async_tp and (names := _unconverted_neighbors(plan)):
+    elif plan.async_tp and (mixed := _mixed_neighbors(plan, section)):
+        names = [name for name, is_converted in mixed.items() if not is_converted]
+        others = [f"*.{name}" for name, is_converted in mixed.items() if is_converted]
+        excluded = ",".join([*section.float8_exclude, *others])
+        remedy = f"precision.float8_exclude={excluded}"
+        small = section.model_copy(update={"float8_small": True})
+        if not _mixed_neighbors(plan, small):
+            remedy = f"precision.float8_small=true, or {remedy}"
         yield (
             f"{key} with parallel.async_tp=true does not overlap the gather before "
             f"{', '.join(names)}: of the layers with this input only some are in float8, so the "
-            "ranks gather it in high precision. Set precision.float8_small=true, or exclude all "
-            "of them (precision.float8_exclude)."
+            f"ranks gather it in high precision. Set {remedy}."
         )
     if plan.splits_backward:
         yield (
@@ -424,23 +463,28 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _unconverted_neighbors(plan: Plan) -> list[str]:
-    """Return the layers that are not in float8, and read the input of layers that are."""
-    section, family = plan.job.precision, plan.family
+def _mixed_neighbors(plan: Plan, section: PrecisionSection) -> dict[str, bool]:
+    """Return the layers that share their input, if only some of them are in float8.
+
+    Args:
+        plan: has the model.
+        section: decides which layers are in float8.
+
+    Returns:
+        The name of each layer, and whether it is in float8.
+    """
+    family = plan.family
     selected = {m.name for m in find_float8_matrices(section, plan.model, family, plan.tp)}
-    columns = [
-        matrix.name.rpartition(".")
-        for matrix in list_matrices(plan.model, family, plan.tp)
-        if tensor_parallel_spec(matrix.name, family).weight == "column"
-    ]
-    mixed = {parent for parent, _, name in columns if f"{parent}.{name}" in selected}
-    return list(
-        dict.fromkeys(
-            name
-            for parent, _, name in columns
-            if parent in mixed and f"{parent}.{name}" not in selected
-        )
-    )
+    readers: dict[str, dict[str, bool]] = {}  # of each input, by the name of the parent
+    for matrix in list_matrices(plan.model, family, plan.tp):
+        parent, _, name = matrix.name.rpartition(".")
+        if tensor_parallel_spec(matrix.name, family).weight == "column":
+            readers.setdefault(parent, {})[name] = matrix.name in selected
+    mixed: dict[str, bool] = {}
+    for names in readers.values():
+        if len(set(names.values())) == 2:
+            mixed |= names
+    return mixed
 
 
 def format_value(value: Any) -> str:

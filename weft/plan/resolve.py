@@ -228,7 +228,7 @@ def resolve(
         *export_warnings(plan),
         *warmup_warnings(plan),
         *component_warnings(plan),
-        *unused_key_warnings(plan),
+        *unused_key_warnings(plan, base or Job()),
     )
     return replace(plan, warnings=warnings)
 
