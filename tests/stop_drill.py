@@ -1,8 +1,8 @@
 """Kill and stop runs at random moments: ``python -m tests.stop_drill [SIGNALS] [SEED]``.
 
 The runs evaluate and continue eval prompts, on 1 or 2 ranks, with asynchronous and synchronous
-saves.  Each must end in the weights, optimizer state, records and texts of an undisturbed run.  A
-histogram shows the time from a stop signal to the end of the save, in step times.
+saves.  Each must end in the weights, optimizer state, records and texts of an undisturbed run.
+Histograms show how long after a stop signal the save began, in step times, and how long it took.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -18,14 +19,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from tests.conftest import make_store, make_text
 from tests.harness import RankError, run_ranks
 from tests.small import (
+    SMALL,
     Overrides,
     newest_state,
     plan_here,
@@ -43,25 +47,39 @@ from weft.tools.eval_text import prompt_generator
 from weft.tools.generate import Sampling
 from weft.train.loop import train
 
-STEPS = 24
+STEPS = 16
 JOB: Overrides = [
     ("model.num_layers", "1"),
     ("train.steps", str(STEPS)),
     ("train.microbatch_size", "1"),
     ("train.eval_interval", "4"),
-    ("train.eval_sequences", "32"),
+    ("train.eval_sequences", "16"),
     ("checkpoint.interval", "5"),
     ("monitor.log_interval", "1"),
     ("monitor.eval_prompts", '["def ", "import os"]'),
-    # A step of at least 0.15 s: the sleep needs no processor, and rank 0 delays all.
-    (
-        "resilience.faults",
-        '[{site = "forward_backward", kind = "slow", seconds = 0.15, times = 1000000}]',
-    ),
 ]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-MAX_SECONDS = 4.0  # from the start to a signal
-BINS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the histogram, in step times
+MAX_SECONDS = 6.0  # from the start to a signal
+STEP_SECONDS = 0.8  # at least, also of as many microbatches of an evaluation
+# A sleep needs no processor, and rank 0 delays all.
+FAULT = '[{site = "microbatch", kind = "slow", seconds = %f, times = 1000000}]'
+STEP_BINS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a histogram, in step times
+SECOND_BINS = (0.05, 0.1, 0.2, 0.4, 0.8)
+TIMES = re.compile(
+    r"saved step .*: [0-9.]+ s until all ranks stopped, "
+    r"((?P<wait>[0-9.]+) s until the checkpoint before was written, )?(?P<save>[0-9.]+) s to save"
+)
+
+
+class Stop(NamedTuple):
+    """Times of a stop with a save, from the signal on.
+
+    There is no save before the first step of a start.
+    """
+
+    steps: float  # step times until the save began
+    wait: float  # seconds until the checkpoint before was written
+    save: float  # seconds of the save
 
 
 def train_until_signal(
@@ -95,7 +113,9 @@ def start(run_dir: Path, store: Path, ranks: int, keys: Overrides, *call: object
     """Start a run or resume it; return True when all steps are done."""
     for record in (run_dir / "logs").glob("*.happened"):
         record.unlink()  # so that each start is as slow
-    overrides = [*JOB, *keys, ("run.dir", str(run_dir))]
+    microbatches = int(dict(SMALL)["train.global_batch_size"]) // ranks
+    fault = FAULT % (STEP_SECONDS / microbatches)
+    overrides = [*JOB, *keys, ("resilience.faults", fault), ("run.dir", str(run_dir))]
     with redirect_stdout(io.StringIO()):  # discard the output of the ranks
         return all(run_ranks(train_until_signal, ranks, overrides, str(store), *call, timeout=300))
 
@@ -107,16 +127,16 @@ def new_run_dir(path: Path, store: Path) -> Path:
     return path
 
 
-def drill(signals: int, seed: int, home: Path) -> list[float]:
+def drill(signals: int, seed: int, home: Path) -> list[Stop]:
     """Send signals to runs until all are spent and the last run is complete.
 
     Returns:
-        For each stop, the time from the signal to the end of the save, in median step times.
+        The stops, in order.
 
     Raises:
         AssertionError: if a run ends in another state than an undisturbed one.
     """
-    source, counts, latencies, runs = random.Random(seed), Counter[str](), list[float](), 0
+    source, counts, stops, runs = random.Random(seed), Counter[str](), list[Stop](), 0
     (home / "text").mkdir()
     store = make_store(make_text(home / "text"), home / "cache")
     references, step_seconds = {}, {}
@@ -144,10 +164,11 @@ def drill(signals: int, seed: int, home: Path) -> list[float]:
                     raise
             if (run_dir / "signal").exists():
                 counts[number.name] += 1
-            stops = [e for e in read_event_log(run_dir)[0][before:] if e["kind"] == "stop"]
-            if stops and "saved" in stops[-1]["text"]:
-                waited = stops[-1]["time"] - float((run_dir / "signal").read_text())
-                latencies.append(waited / step_seconds[ranks])
+            for event in read_event_log(run_dir)[0][before:]:
+                if event["kind"] == "stop" and (times := TIMES.search(event["text"])):
+                    wait, save = float(times["wait"] or 0), float(times["save"])
+                    began = event["time"] - wait - save - float((run_dir / "signal").read_text())
+                    stops.append(Stop(began / step_seconds[ranks], wait, save))
         expected = references[ranks]
         ours, theirs = newest_state(run_dir), newest_state(expected)
         assert ours.keys() == theirs.keys(), run_dir
@@ -159,17 +180,25 @@ def drill(signals: int, seed: int, home: Path) -> list[float]:
         runs += 1
         print(f"{runs} runs as undisturbed; {dict(counts)}", flush=True)
     print(f"a step takes {step_seconds[1]:.2f} s on 1 rank, {step_seconds[2]:.2f} s on 2")
-    return latencies
+    return stops
 
 
-def print_histogram(latencies: list[float]) -> None:
-    """Print the numbers of stops by their time from signal to save."""
+def print_stops(stops: list[Stop]) -> None:
+    """Print the times of the stops."""
+    print_histogram("step times from signal to save", [s.steps for s in stops], STEP_BINS)
+    print_histogram("seconds of the save", [s.save for s in stops], SECOND_BINS)
+    waits = [s.wait for s in stops if s.wait]
+    print_histogram("seconds until the checkpoint before was written", waits, SECOND_BINS)
+
+
+def print_histogram(title: str, values: list[float], bins: Sequence[float]) -> None:
+    """Print how many values are in each bin."""
+    print(f"{title} ({len(values)} stops, at most {max(values, default=0):.2f}):")
     lower = 0.0
-    for upper in (*BINS, float("inf")):
-        count = sum(lower <= value < upper for value in latencies)
-        print(f"{lower:5.2f} to {upper:5.2f} step times: {count:4d} {'#' * count}")
+    for upper in (*bins, float("inf")):
+        count = sum(lower <= max(value, 0) < upper for value in values)
+        print(f"{lower:6.3f} to {upper:6.3f}: {count:4d} {'#' * count}")
         lower = upper
-    print(f"{len(latencies)} stops with a save, at most {max(latencies, default=0):.2f} step times")
 
 
 def main() -> None:
@@ -177,7 +206,7 @@ def main() -> None:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     home = Path(tempfile.mkdtemp(prefix="weft-stops-"))
     print(f"{signals} signals, seed {seed}, in {home}", flush=True)
-    print_histogram(drill(signals, seed, home))
+    print_stops(drill(signals, seed, home))
     shutil.rmtree(home)
 
 

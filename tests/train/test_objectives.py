@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from tests.chat import CHATML, message, write_lines, write_tokenizer
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
+from tests.monitor.test_signals import train_with_a_signal
 from tests.small import (
     Overrides,
     full_tensor,
@@ -41,6 +44,7 @@ from weft.data.loader import (
     build_mixture,
 )
 from weft.data.prepare import prepare_data
+from weft.monitor.run_reader import read_event_log
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
@@ -402,6 +406,24 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
     extra = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
     with pytest.raises(RankError, match="the log-probabilities of the initial model are missing"):
         run_ranks(train_rank, 1, extra, text)
+
+
+def test_dpo_stop_in_the_references_ends_before_the_first_step(
+    texts: dict[str, str], tmp_path: Path
+) -> None:
+    fault = (
+        "resilience.faults",
+        '[{site = "microbatch", passing = 2, kind = "slow", seconds = 0.5}]',
+    )
+    job = [*DPO, *RUN, fault, ("run.dir", str(tmp_path)), ("train.steps", "2")]
+    call = (job, texts["preferences"])
+    assert run_ranks(train_with_a_signal, 1, *call, signal.SIGTERM, str(tmp_path)) == [False]
+    (stop,) = [event["text"] for event in read_event_log(tmp_path)[0] if event["kind"] == "stop"]
+    assert re.fullmatch(
+        r"SIGTERM: stopped before the first step \d\.\d\d s after the request", stop
+    )
+    assert not list(tmp_path.glob("references-*"))
+    assert run_ranks(train_with_a_signal, 1, *call, 0, "") == [True]
 
 
 # --------------------------------------------------------------------------- objectives

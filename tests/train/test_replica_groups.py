@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -36,10 +37,12 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint.fingerprint import ReplicaMismatch
-from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
+from weft.monitor.run_reader import read_event_log
+from weft.monitor.signals import listen
 from weft.optim.optimizer import compute_grad_norm
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
@@ -109,6 +112,59 @@ def enter_group(size: int, rendezvous: str) -> int:
     store = dist.FileStore(f"{rendezvous}-{group}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return group
+
+
+def train_with_handlers(overrides: Overrides, store: str, pid_file: str) -> bool:
+    """Train as weft does, and write the process id for the test."""
+    listen()
+    Path(pid_file).write_text(str(os.getpid()))
+    plan = plan_here(small_job(*overrides))
+    return train(plan, open_dataset(Path(store)), this_rank(), Console(quiet=True))
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("num_groups", "step", "text"),
+    [
+        (2, 0, "SIGTERM: stopped at step 0 "),
+        pytest.param(1, 5, "SIGTERM: saved step ", marks=pytest.mark.slow),
+    ],
+    ids=["before the first step", "after a step"],
+)
+def test_replica_groups_stop_while_waiting_for_a_quorum_ends_at_once(
+    num_groups: int, step: int, text: str, store_path: Path, tmp_path: Path
+) -> None:
+    """The lighthouse misses a group, or is gone; without the signal the group waits 10 minutes."""
+    lighthouse, pid_file, sent = Lighthouse(num_groups), tmp_path / "pid", list[float]()
+    job: Overrides = [
+        *WATCHED,
+        ("run.dir", str(tmp_path / "run")),
+        ("checkpoint.dir", str(tmp_path / "checkpoints")),
+        ("train.steps", "100000"),
+        ("resilience.lighthouse", lighthouse.endpoint),
+    ]
+
+    def stop() -> None:
+        while not pid_file.exists() or (step and last_step() < step):
+            time.sleep(0.05)
+        if step:
+            lighthouse.server.shutdown()
+        time.sleep(2)
+        sent.append(time.time())
+        os.kill(int(pid_file.read_text()), signal.SIGTERM)
+
+    def last_step() -> int:
+        metrics = tmp_path / "run/metrics.jsonl"
+        return int(records(tmp_path / "run")[-1]["step"]) if metrics.exists() else 0
+
+    threading.Thread(target=stop, daemon=True).start()
+    call = (job, str(store_path), str(pid_file))
+    assert run_ranks(train_with_handlers, 1, *call) == [False]
+    assert time.time() - sent[0] < 10
+    (event,) = [e for e in read_event_log(tmp_path / "run")[0] if e["kind"] == "stop"]
+    assert event["text"].startswith(text)
+    steps = [checkpoint_step(path) for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert steps == ([last_step()] if step else [])
 
 
 # ------------------------------------------------------------------ results

@@ -148,6 +148,7 @@ class CheckpointManager:
         self.run_dir: Path | None = None
         self._local_dir = local_dir
         self.blocking_seconds = 0.0  # of the last save
+        self.waited_seconds = 0.0  # of the last save, for the one before; 0: it was complete
         self.write_seconds = 0.0  # of the last completed save
         self.staged_bytes = 0  # of this rank in the last save
         self._log = log
@@ -193,7 +194,9 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         enter_phase("checkpoint")
+        is_waiting = self.is_saving()
         self.close()
+        self.waited_seconds = time.perf_counter() - began if is_waiting else 0.0
         self._report_problems()
         fault_point("checkpoint")
         shards = self._stage_shards(model_parts, optimizer)

@@ -33,6 +33,7 @@ SITES = {
     "profile": "before a profile starts, or is written",
     "step": "before a step, before its data is read",
     "forward_backward": "after the data is read",
+    "microbatch": "before the forward pass of a microbatch, or of a batch of an evaluation",
     "gradients": "after backward, with this rank's gradients",
     "record": "before the host waits for the device, to log a step",
     "tell": "after that wait, before ranks exchange their measurements",

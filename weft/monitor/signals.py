@@ -23,7 +23,9 @@ Handlers are installed before anything heavy is imported, so this module imports
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -33,12 +35,28 @@ T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _received: list[tuple[float, str]] = []  # time and name of the stop signals of this process
+_arrived: list[float] = []  # their times, if a thread noticed them before the handler
 
 
 def listen() -> None:
-    """Install the handlers of the stop signals in this process."""
+    """Install the handlers of the stop signals in this process.
+
+    Python calls a handler when the main thread is back from C code, which may wait for a device or
+    for other ranks.  A thread notes the time, so that the log does not leave this wait out.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_note_times, args=(reader,), name="weft-signals", daemon=True).start()
     for number in STOP_SIGNALS:
         signal.signal(number, _note_signal)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+
+def _note_times(reader: int) -> None:
+    """Note the time of each signal, whose number Python writes into a pipe at once."""
+    while number := os.read(reader, 1):
+        if number[0] in STOP_SIGNALS:
+            _arrived.append(time.time())
 
 
 def _note_signal(number: int, frame: object) -> None:
@@ -126,7 +144,8 @@ class RankConsensus:
     def _request(self) -> StopReason | None:
         """Return this rank's first request to stop."""
         if _received:
-            return StopReason(*_received[0])
+            seconds, name = _received[0]
+            return StopReason(min([seconds, *_arrived[:1]]), name)
         if self._deadline is not None and self._has_step and time.time() > self._deadline:
             return StopReason(self._deadline, "resilience.time_limit")
         return None

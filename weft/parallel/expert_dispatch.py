@@ -187,16 +187,15 @@ class Overflow:
             return False
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
-        occurred = bool(total.item())
-        self._num_steps += occurred
-        return occurred
+        return bool(total.item())
 
     @contextmanager
     def exact_sizes(self) -> Iterator[None]:
-        """Let dispatchers exchange exact sizes."""
+        """Let dispatchers exchange exact sizes, and count the step unless it is abandoned."""
         self.is_exact = True
         try:
             yield
+            self._num_steps += 1
         finally:
             self.is_exact = False
 

@@ -88,12 +88,16 @@ def train(
     ``generate`` continues prompts at every evaluation.  Returns True if all steps are done, equal
     on all ranks.
     """
-    with open_run(plan, dataset, rank, console, generate) as run:
+    # Opening the run may stop, too.
+    with suppress(StopRequested), open_run(plan, dataset, rank, console, generate) as run:
         state, batches = run.initial_state, list[Batch]()
         evaluate_if_skipped(run, state)  # collective
         while state.step < plan.num_steps and not run.consensus.should_stop():  # collective
             with error_context(run, state):
-                state = sync_replicas(run, state)  # collective; another group may be ahead
+                try:
+                    state = sync_replicas(run, state)  # collective; another group may be ahead
+                except StopRequested:
+                    break
                 step, samples = state.step + 1, state.samples + plan.global_batch_size
                 run.profiler.advance(step)  # collective when a profile ends
 
@@ -117,11 +121,14 @@ def train(
                 if suspicion := run.anomalies.check(step, result):
                     # The same weights and batch again.  A hardware fault does not recur: then the
                     # second result counts.  Otherwise the anomaly says skip or rewind.
+                    # A stop leaves both the computation and a rewind to the next start.
+                    if run.consensus.should_stop():  # collective
+                        break
                     first = result
                     result = forward_backward(run, step, batches)  # collective
                     if not run.replicas.committed():  # collective
                         continue
-                    if result is None:
+                    if result is None or run.consensus.is_stopping:
                         break
                     anomaly = run.anomalies.classify(suspicion, first, result)  # collective
                     run.metrics.log_anomaly(anomaly, step, range(state.samples, samples))
@@ -141,7 +148,8 @@ def train(
                 if due.save or due.save_local:
                     save_step(run, state, due)  # collective
         save_last_step(run, state)  # collective
-    return state.step >= plan.num_steps and not run.consensus.is_stopping
+        return state.step >= plan.num_steps and not run.consensus.is_stopping
+    return False
 
 
 def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResult | None:
@@ -239,8 +247,12 @@ def find_due(run: Run, step: int, votes: Votes) -> Due:
 
 
 def sync_replicas(run: Run, state: TrainState) -> TrainState:
-    """Agree on the replica groups of the next step; return their newest state."""
-    state = run.replicas.sync(state)
+    """Agree on the replica groups of the next step; return their newest state.
+
+    Raises:
+        StopRequested: on all ranks, if they stop while they wait for other groups.
+    """
+    state = run.replicas.sync(state, run.consensus.check_stop)
     if run.replicas.became_leader:
         run.checkpoints.acquire_lease(state.step)
     return state
@@ -323,23 +335,34 @@ def save_last_step(run: Run, state: TrainState) -> None:
     of replicas.
     """
     reason = run.consensus.stop_reason() if run.consensus.is_stopping else None
+    began = time.time()
+    saves = run.replicas.is_leader and state.step > 0
     if reason is not None:
-        run.log(f"{reason.text}: all ranks stop; saving step {state.step}")
+        # Without a lease no step has begun: the state is still where it was loaded from.
+        saves = saves and run.checkpoints.lease.epoch > 0
+        run.log(f"{reason.text}: all ranks stop{f'; saving step {state.step}' if saves else ''}")
     zero_grad(run)
     if run.metrics.logged_step < state.step:
         run.metrics.log(state, run.anomalies, run.replicas.count, evaluate=None)
-    end = f"all {run.plan.num_steps} steps are done"
-    if run.replicas.is_leader and state.step > 0:
+    if saves:
         if reason is not None and run.plan.job.resilience.replica_check:
             compare_replicas(run.built.model_parts, run.built.optimizer)
+        if reason is not None and run.checkpoints.is_saving():
+            run.log("the checkpoint before is still being written; the save waits for it")
         save_final(run, state)
         log_save(run, state)
-    if reason is not None:
-        seconds = f"{time.time() - reason.time:.1f} s after the request"
-        saved = run.replicas.is_leader and state.step > 0
-        end = f"{reason.text}: {'saved' if saved else 'stopped at'} step {state.step} {seconds}"
-        run.log(end)
-    run.events.add("end" if reason is None else "stop", state.step, end)
+    if reason is None:
+        run.events.add("end", state.step, f"all {run.plan.num_steps} steps are done")
+        return
+    now, waited = time.time(), run.checkpoints.waited_seconds if saves else 0.0
+    end = f"{reason.text}: {'saved' if saves else 'stopped at'} step {state.step} "
+    end += f"{now - reason.time:.2f} s after the request"
+    if saves:
+        end += f": {began - reason.time:.2f} s until all ranks stopped, "
+        end += f"{waited:.2f} s until the checkpoint before was written, " if waited else ""
+        end += f"{now - began - waited:.2f} s to save"
+    run.log(end)
+    run.events.add("stop", state.step, end)
 
 
 def saved_parts(run: Run, state: TrainState) -> tuple[list[nn.Module], Optimizer, dict[str, Any]]:

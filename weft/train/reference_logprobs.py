@@ -8,7 +8,7 @@ the file, because its model is no longer the initial one.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -37,6 +37,7 @@ def with_references(
     mixtures: dict[SplitName, Mixture],
     step: int,
     recorded: Mapping[str, str],
+    until_stop: Callable[[Iterable[Batch]], Iterable[Batch]],
     log: Callable[[str], None],
 ) -> dict[SplitName, Mixture]:
     """Add log-probabilities of the initial model to mixtures of `Pairs`.
@@ -50,6 +51,7 @@ def with_references(
         step: completed steps: the file is written at step 0, where keys may change the model, and
             read later.
         recorded: fingerprints of the run's files in the newest checkpoint.
+        until_stop: yields batches until all ranks stop, then raises an exception.
         log: receives a message before the computation.
 
     Raises:
@@ -76,7 +78,7 @@ def with_references(
         )
     if references is None:
         log(f"computing the initial model's log-probabilities of {sum(lengths):,} pairs")
-        references = torch.cat([log_probs(built, samples) for samples in sources]).cpu()
+        references = torch.cat([log_probs(built, samples, until_stop) for samples in sources]).cpu()
         if dist.get_rank() == 0:
             content = io.BytesIO()
             np.save(content, references.numpy())
@@ -92,7 +94,11 @@ def with_references(
     }
 
 
-def log_probs(built: Built, samples: Pairs) -> Tensor:
+def log_probs(
+    built: Built,
+    samples: Pairs,
+    until_stop: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
+) -> Tensor:
     """Compute the log-probabilities of both answers of all pairs.
 
     Every rank calls this function and gets all pairs.  In this evaluation each pair has its index
@@ -118,7 +124,8 @@ def log_probs(built: Built, samples: Pairs) -> Tensor:
     train_step.loss_by_source = None
     try:
         mixture = Mixture([replace(samples, references=indices_N2)])
-        train_step.evaluate(validation_batches(built.plan, mixture, built.mesh, len(samples)))
+        batches = validation_batches(built.plan, mixture, built.mesh, len(samples))
+        train_step.evaluate(until_stop(batches))
     finally:
         train_step.objective, train_step.loss_by_source = objective, by_source
     if dist.get_world_size() > 1:

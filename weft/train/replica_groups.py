@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -73,6 +74,7 @@ GROUP_KEYS = (
 TIMEOUT_SECONDS = 30.0  # default time that a group waits for another inside a step
 QUORUM_SECONDS, REQUEST_TIMEOUT = 600.0, timedelta(seconds=60)
 HEARTBEAT_SECONDS = 0.5
+STOP_CHECK_SECONDS = 1.0  # between checks for a stop while a group waits for others
 
 
 class ReplicaGroupError(WeftError):
@@ -90,10 +92,14 @@ class SingleReplica:
         """True if this group saves."""
         return self.index == 0
 
-    def sync(self, state: TrainState) -> TrainState:
+    def sync(self, state: TrainState, check_stop: Callable[[], None] = lambda: None) -> TrainState:
         """Agree on the groups of the next step and load their newest state; a collective.
 
         Parameters and optimizer state change if this group was behind.
+
+        Args:
+            state: the state of this group.
+            check_stop: called while this group waits for others; its exception ends the wait.
 
         Returns:
             The state of the group with the most steps.
@@ -210,12 +216,12 @@ class ReplicaGroups(SingleReplica):
 
     # ---------------------------------------------------------------- before a step
 
-    def sync(self, state: TrainState) -> TrainState:
+    def sync(self, state: TrainState, check_stop: Callable[[], None] = lambda: None) -> TrainState:
         """See `SingleReplica.sync`."""
         enter_phase("sync")
         count_before, is_synced, newest = self.count, False, state
         while not is_synced:
-            quorum = self._wait_for_quorum(state.step if self._is_intact else -1)
+            quorum = self._wait_for_quorum(state.step if self._is_intact else -1, check_stop)
             if quorum.members[0].step < 0:
                 raise RuntimeError("the replica group that sent its state to this one is gone")
             # The newer group has to leave, however many steps it has completed.
@@ -240,21 +246,43 @@ class ReplicaGroups(SingleReplica):
         self._was_leader = self.is_leader
         return newest
 
-    def _wait_for_quorum(self, step: int) -> Quorum:
+    def _wait_for_quorum(self, step: int, check_stop: Callable[[], None]) -> Quorum:
         """Return the next quorum, for a group that has completed ``step``."""
-        deadline = time.monotonic() + QUORUM_SECONDS
+        answers: queue.Queue[Quorum | str] = queue.Queue()
+        if self._rank == 0:  # in a thread, because the lighthouse may answer minutes later
+            arguments = (step, answers)
+            threading.Thread(target=self._request_quorums, args=arguments, daemon=True).start()
         while True:
             enter_phase("sync")
             fault_point("quorum")
             answer: list[Any] = [None]
             if self._rank == 0:
-                answer[0] = self._request_quorum(step, is_last=time.monotonic() > deadline)
+                with suppress(queue.Empty):
+                    answer[0] = answers.get(timeout=STOP_CHECK_SECONDS)
             dist.broadcast_object_list(answer, src=0)
             if isinstance(answer[0], str):
                 raise ReplicaGroupError(answer[0])
             if answer[0] is not None:
                 quorum: Quorum = answer[0]
                 return quorum
+            check_stop()
+
+    def _request_quorums(self, step: int, answers: queue.Queue[Quorum | str]) -> None:
+        """Request a quorum until the lighthouse answers, or for `QUORUM_SECONDS`.
+
+        Args:
+            step: completed steps.
+            answers: receives the quorum, or the reason why there is none.
+        """
+        deadline = time.monotonic() + QUORUM_SECONDS
+        answer: Quorum | str | None = None
+        while answer is None and not self._closed.is_set():
+            try:
+                answer = self._request_quorum(step, is_last=time.monotonic() > deadline)
+            except Exception as error:  # the main thread waits for an answer
+                answer = f"no quorum: {type(error).__name__}: {error}"
+        if answer is not None:
+            answers.put(answer)
 
     def _request_quorum(self, step: int, is_last: bool) -> Quorum | str | None:
         """Request a quorum from the lighthouse.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from weft.monitor.jsonl import read_tail
 from weft.monitor.layer_stats import LayerStats
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.profiler import Profiler
-from weft.monitor.signals import RankConsensus
+from weft.monitor.signals import RankConsensus, StopRequested
 from weft.monitor.spans import SpanWriter, spans_path
 from weft.monitor.step_timer import StepTimer
 from weft.optim.optimizer import learning_rate
@@ -80,7 +81,11 @@ class Run:
 def open_run(
     plan: Plan, dataset: Dataset, rank: Rank, console: Console, generate: Generate | None
 ) -> Iterator[Run]:
-    """Build the model, load the newest checkpoint and open the run; a collective."""
+    """Build the model, load the newest checkpoint and open the run; a collective.
+
+    Raises:
+        StopRequested: on all ranks, if they stop while they compute the references of pairs.
+    """
     job, run_dir, is_first = plan.job, plan.run_path, rank.rank == 0
 
     def log(text: str) -> None:
@@ -96,6 +101,7 @@ def open_run(
         stack.enter_context(closing(timer))
         events = EventLog(run_dir, log, enabled=is_first)
         compile_log = CompileLog(log, enabled=plan.is_compiled)
+        consensus = RankConsensus(job.resilience.time_limit)
 
         built = _build(plan, rank)
         params = [param for _, param in trainable_parameters(built.model_parts)]
@@ -108,7 +114,17 @@ def open_run(
         unreadable = f"{run_dir}: the files of the run could not be read"
         if built.train_step.objective.needs_references:
             recorded = run_on_rank_0(lambda: recorded_fingerprints(home), unreadable)
-            mixtures = with_references(built, dataset, mixtures, state.step, recorded, log)
+            try:
+                mixtures = with_references(
+                    built, dataset, mixtures, state.step, recorded, consensus.until_stop, log
+                )
+            except StopRequested:
+                reason = consensus.stop_reason()
+                text = f"{reason.text}: stopped before the first step "
+                text += f"{time.time() - reason.time:.2f} s after the request"
+                log(text)
+                events.add("stop", state.step, text)
+                raise
         run_files = run_on_rank_0(lambda: fingerprint_run(run_dir, job, True), unreadable)
 
         replicas = join_replica_groups(built, dataset, rank, log)
@@ -162,7 +178,7 @@ def open_run(
             replicas=replicas,
             checkpoints=checkpoints,
             schedule=CheckpointSchedule(job.checkpoint, state.step, log),
-            consensus=RankConsensus(job.resilience.time_limit),
+            consensus=consensus,
             anomalies=AnomalyDetector(
                 job.resilience, state.anomaly_state, layer_stats.locate_nonfinite
             ),

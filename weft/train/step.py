@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
+from weft.monitor.faults import fault_point
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
 from weft.parallel.context_parallel import gather_values, shard_documents, split_of
@@ -204,7 +205,7 @@ class TrainStep:
             for restart in self.on_restart:
                 restart()
             with self.overflow.exact_sizes():
-                losses = self._compute_gradients(microbatches, sequences)
+                losses = self._compute_gradients(microbatches, sequences, check_stop)
         if self.plan.world_size_invariant and losses:
             return self._sum_in_order([loss.detach() for loss in losses])
         return self._local_loss(losses)
@@ -285,6 +286,7 @@ class TrainStep:
         return (loss_and_count[0] / (count + (count == 0))).item()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
+        fault_point("microbatch")
         (model,) = self.model_parts
         batch = microbatch.batch
         later = () if batch.later_BTK is None else (batch.later_BTK,)
