@@ -26,9 +26,9 @@ from weft.tools.job_space import candidate_values, list_keys
 Overrides = tuple[tuple[str, str], ...]
 Change = dict[str, str | None]  # key to value; None: without the key
 
-KEY = rf"(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+"
+KEY = rf"(?:launch\.options\.[\w-]+|(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)"
 ASSIGNMENT = re.compile(rf"(?:--)?({KEY})(?:=| )([\w.:*\[\]-]*[\w\]*])")
-VALUE = re.compile(r"(?:at most |at least |up to )?([\w.*-]*\w|\[[^\]]*\])")
+VALUE = re.compile(r"(?:at most |at least |up to )?([\w.*:/+-]*\w|\[[^\]]*\])")
 NO_VALUE = {
     "fewer",
     "more",
@@ -50,12 +50,24 @@ def proposed_changes(error: ConfigError) -> list[Change]:
     """Return the changes that a remedy proposes; empty if it has none that a machine can read."""
     if isinstance(error, Warned):
         return _changes_of_warning(error)
-    if error.key == "optim.groups" or re.match(
-        r"must (be|match)|is missing|is not a known key", error.rule
+    if error.key == "optim.groups" or (
+        re.match(r"must (be|match)|is missing|is not a known key", error.rule)
+        and not error.key.startswith("launch.")
     ):
         return []  # the remedy is the description of the key
+    if error.rule == "is not an option of this cluster":
+        near = re.search("'(.*)'", error.remedy)
+        return [
+            {error.key: None} | ({f"launch.options.{near[1]}": str(error.value)} if near else {})
+        ]
     text = re.sub(r"\([^)]*\)", "", error.remedy).strip()
     text = re.sub(r" or a multiple of \d+", "", text)
+    if re.match(r"give --", text):  # "give --key VALUE, its meaning": see `Follower.examples`
+        text = text.partition(":")[0]
+        named = [re.findall(rf"--({KEY}) VALUE", each) for each in text.split(", or ")]
+        return [dict.fromkeys(each, "VALUE") for each in named if each]
+    if example := re.search(r"such as (\S+)$", text):
+        text = f"use {example[1]}" if error.key.startswith(("launch.", "run.dir")) else text
     changes: list[Change] = []
     own = error.key if re.fullmatch(KEY, error.key) else ""
     for clause in re.split(
@@ -64,6 +76,8 @@ def proposed_changes(error: ConfigError) -> list[Change]:
         clause = re.sub(
             r"^(?:did you mean|use|set|add|leave (?!it)|and|or) ", "", clause.strip(), flags=re.I
         )
+        if error.key.startswith("launch.") and re.search("/[.]{3}|[A-Z]{2}", clause):
+            continue  # the value has a name that the user knows
         if re.search(r"(above \d+|or more|or less)|such as|times run|a multiple of", clause):
             continue  # a direction, not a value
         clause = re.sub(r"^leave it out", "remove it", clause)
@@ -140,6 +154,7 @@ class Follower:
 
     attempt: Callable[[str, Overrides], list[ConfigError]]
     any_key: bool = False
+    examples: dict[str, str] = field(default_factory=dict)  # values for "--key VALUE"
     followed: int = 0
     unread: dict[str, str] = field(default_factory=dict)  # rule to error, without a change to read
     failed: dict[str, str] = field(default_factory=dict)  # rule to what happened
@@ -161,6 +176,7 @@ class Follower:
                 if all(value is None and key not in given for key, value in change.items()):
                     continue  # a key of the recipe, which nobody can remove on the command line
                 self.followed += 1
+                change = self._fill(change)
                 after = self.attempt(recipe, apply_change(overrides, change))
                 for e in self._failures(recipe, overrides, change, errors, error, after):
                     command = " ".join(f"--{k} {v}" for k, v in overrides)
@@ -169,6 +185,9 @@ class Follower:
                         f"{recipe} {command}\n   {error}\n   with {change}: {e}",
                     )
         return errors
+
+    def _fill(self, change: Change) -> Change:
+        return {k: self.examples[k] if v == "VALUE" else v for k, v in change.items()}
 
     def _failures(
         self,
@@ -201,7 +220,7 @@ class Follower:
             return same or new
         applied = apply_change(overrides, change)
         for e in new:
-            nexts = [c for c in proposed_changes(e) if c != change]
+            nexts = [self._fill(c) for c in proposed_changes(e) if c != change]
             if not any(
                 not self._failures(
                     recipe,

@@ -177,7 +177,7 @@ def test_train_missing_values_and_other_mistakes_are_reported_together(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = rejected(capsys, "train", "demo", "--train.stepz", "5", "--train.lr")
-    assert first.startswith("--train.lr needs a value")
+    assert first.startswith("--train.lr is not a known key. Use optim.lr.")
     assert second.startswith("train.stepz=5 is not a known key")
 
 
@@ -380,7 +380,7 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
     assert [line.split()[0] for line in lines] == [
         "--optim.lr",
-        "--rnak_map",
+        "--rnak-map",
         '--cluster="x"',
     ]
     (line,) = rejected(capsys, "plan", "llama3-8", "--json")
@@ -458,7 +458,15 @@ except SystemExit:
         (["trian"], "'trian' is not a command: did you mean 'train'?; see 'weft --help'"),
         (["job"], "the following arguments are required: COMMAND; see 'weft job --help'"),
         (["train"], "the following arguments are required: RECIPE; see 'weft train --help'"),
-        (["hang", "run", "--train.steps", "5"], "unrecognized arguments: --train.steps 5; see "),
+        (
+            ["hang", "run", "--train.steps", "5"],
+            "--train.steps is not an option: this command takes no keys",
+        ),
+        (["train", "demo", "demo"], "unrecognized arguments: demo; see 'weft train --help'"),
+        (["--verison"], "--verison is not an option: did you mean '--version'?"),
+        (["version"], "'version' is not a command: did you mean '--version'?"),
+        (["rollback", "run", "--step", "5"], "--step is not an option; see 'weft rollback --help'"),
+        (["hang", "run", "--jsno"], "--jsno is not an option: did you mean '--json'?"),
         (["generate", "run", "--batch", "0"], "argument --batch: 0 is not an integer of at least"),
     ],
 )

@@ -85,6 +85,23 @@ def test_help_unknown_topic_has_a_suggestion(
     assert remedy in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("topic", "first"),
+    [
+        ("--parallel.tp", "parallel.tp\n"),
+        ("--parallel.tp=2", "parallel.tp\n"),
+        ("--nodes", "run.nodes\n"),
+        ("--dry-run", "weft train --dry-run: "),
+        ("--samples", "weft data inspect --samples: documents to print"),
+        ("--version", "weft --version: "),
+    ],
+)
+def test_help_option_is_answered(
+    capsys: pytest.CaptureFixture[str], topic: str, first: str
+) -> None:
+    assert f"\n{first}" in "\n" + output(capsys, "help", topic)
+
+
 @pytest.mark.parametrize("topic", ["model", "keys"])
 def test_help_lists_the_fields_of_the_model(capsys: pytest.CaptureFixture[str], topic: str) -> None:
     text = output(capsys, "help", topic)
@@ -114,8 +131,8 @@ def test_help_lists_the_fields_of_the_model(capsys: pytest.CaptureFixture[str], 
 def test_name_of_a_field_elsewhere_is_answered_with_the_field(
     capsys: pytest.CaptureFixture[str], topic: str, key: str
 ) -> None:
-    name = topic.lstrip("-")  # a word after 'weft help' has none
-    for words in (["help", name], ["plan", "demo", f"--{name}", "8"]):
+    option = f"--{topic.lstrip('-')}"
+    for words in (["help", option[2:]], ["help", option], ["plan", "demo", option, "8"]):
         assert main(words) == 2
         assert f"Use {key}." in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli.main import build_parser
 from weft.config.reader import RECIPES, read_job, recipe_names
 from weft.config.schema import SECTIONS, Job, difference, flatten, keys, replace, steps_of
 from weft.config.writer import schema, to_toml
@@ -91,6 +92,19 @@ def test_model_path_replaces_the_model_keys_of_the_recipe(tmp_path: Path) -> Non
     assert job.model.model_dump() == Job().model.model_dump() | {"path": "mine"}
     both = read("demo", ("model.path", "mine"), ("model.num_layers", "3"))
     assert (both.model.path, both.model.overrides()) == ("mine", {"num_layers": 3})
+
+
+def test_an_entry_of_a_table_is_added_to_the_table(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\n[launch.options]\npartition = "gpu"\n')
+    words = ["train", str(recipe), "--launch.options.gres-flags", "none", "--data.mixture.a-b/c=2"]
+    options = build_parser().parse_args(words)
+    job, _, errors = read_job(str(recipe), options.overrides)
+    assert not errors
+    assert job.launch.options == {"partition": "gpu", "gres-flags": "none"}
+    assert job.data.mixture == {"a-b/c": 2.0}
+    assert read_job("demo", [("data.mixture.a", "x")])[2][0].key == "data.mixture"
+    assert read_job("demo", [("launch.image.a", "x")])[2][0].rule == "is not a known key"
 
 
 def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:

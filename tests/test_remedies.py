@@ -30,6 +30,7 @@ from tests.remedies import (
 )
 from tests.small import small_job
 from weft.cli.main import main
+from weft.cluster.submit import build_request, check_text, get_cluster
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_json
 from weft.config.reader import read_job
@@ -210,6 +211,93 @@ def test_proposed_changes_are_read(remedy: str, changes: list[object]) -> None:
         else:
             expected.append({"train.x_y": None if change is None else str(change)})
     assert proposed_changes(ConfigError("train.x_y", 5, "is wrong", remedy)) == expected
+
+
+# --------------------------------------------------------------------------- clusters
+
+SLURM, KUBERNETES = "launch.time_limit=12:00:00", "launch.image=i launch.options.claim=c"
+SAGEMAKER = (
+    "launch.image=123456789012.dkr.ecr.us-east-1.amazonaws.com/weft:1 launch.options.bucket=abc "
+    "launch.options.role=arn:aws:iam::123456789012:role/r launch.options.instance_type=ml.c5.xlarge"
+)
+SKYPILOT = "launch.image=i launch.options.bucket=s3://abc"
+VPC = "launch.options.subnets=subnet-1a launch.options.security_groups=sg-1a"
+# What a cluster refuses.
+REFUSED_LAUNCHES = {
+    "slurm": [
+        *("launch.time_limit=1:00", "launch.time_limit=0:00:00", "launch.image=a"),
+        *(f"launch.options.{name}=3" for name in ("nodes", "ntasks", "time", "array", "Part", "x")),
+    ],
+    "kubernetes": [
+        *("", f"{KUBERNETES} launch.options.kind=pod", f"{KUBERNETES} launch.options.efa=x"),
+        *(f"{KUBERNETES} run.dir=runs/{name}" for name in ("My_Run", "9run", "a_" * 40)),
+        *(f"{KUBERNETES} launch.options.{each}" for each in ("claim=a!", "clam=x", "foo=1")),
+    ],
+    "sagemaker": [
+        *("", f"{SAGEMAKER} run.nodes=1:2", f"{SAGEMAKER} launch.time_limit=30-00:00:00"),
+        f"{SAGEMAKER} run.dir=runs/My_Run",
+        f"{SAGEMAKER} data.path=/fsx/data",
+        f"{SAGEMAKER} data.path=/fsx/data launch.options.fsx=fs-0123456789abcdef0:/x",
+        f"{SAGEMAKER} launch.options.spot=true launch.options.keep_alive=1:00:00",
+        f"{SAGEMAKER} launch.options.spot=true launch.options.wait=1:00:00",
+        f"{SAGEMAKER} launch.options.instance_type=ml.c5.xlarge+ml.m5.large "
+        "launch.options.spot=true",
+        *(
+            f"{SAGEMAKER} launch.options.{each}"
+            for each in (
+                *("instance_type=ml.c5.xlarg", "instance_type=ml.c5.xlarge+ml.c5.xlarge"),
+                *("instance_type=c5", "spot=yes", "wait=9-00:00:00"),
+                *("volume=1TB", "retries=31", "keep_alive=7:00:00", "keep_alive=3600"),
+                *("max_pending=0:10:00", "subnets=subnet-1a", "security_groups=sg-1a"),
+                *("subnets=a", "input_mode=File", "input_mode=x", "region=mars", "tags=a"),
+                *("kms_key=alias/x", "training_plan=x", "role=me", "bucket=s3://x", "foo=1"),
+                *("fsx=fs-1:/a", "efs=x", f"efs=fs-0123456789abcdef0:/ {VPC}"),
+            )
+        ),
+    ],
+    "skypilot": [
+        *("", f"{SKYPILOT} run.nodes=1:2", f"{SKYPILOT} run.dir=runs/My_Run"),
+        *(
+            f"{SKYPILOT} launch.options.{each}"
+            for each in ("bucket=x", "spot=1", "disk=1TB", "a=1")
+        ),
+    ],
+    "slum": [""],
+}
+EXAMPLES = {
+    "launch.image": "i",
+    "launch.setup": "pip install weft",
+    "launch.options.claim": "c",
+    "launch.options.role": "arn:aws:iam::123456789012:role/r",
+    "launch.options.instance_type": "ml.c5.xlarge",
+    "launch.options.bucket": "abc",
+    "launch.options.fsx": "fs-0123456789abcdef0:/x",
+    "launch.options.subnets": "subnet-1a",
+    "launch.options.security_groups": "sg-1a",
+}
+
+
+def launch_errors(on: str, overrides: Overrides) -> list[ConfigError]:
+    given = [("run.device", "cpu"), *overrides]
+    try:
+        request = build_request(on, "demo", given, (), lambda _: Machine("cpu", 2))
+        check_text(on, get_cluster(on).render(request))
+    except InvalidConfig as invalid:
+        return invalid.errors
+    return []
+
+
+def test_remedies_of_launches_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    follower = Follower(launch_errors)
+    for on, cases in REFUSED_LAUNCHES.items():
+        bucket = "s3://abc" if on == "skypilot" else "abc"
+        follower.examples = EXAMPLES | {"launch.options.bucket": bucket}
+        for case in cases:
+            words = tuple(word.partition("=")[::2] for word in case.split())
+            assert follower.provoke(on, words), case
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed > 50
 
 
 # --------------------------------------------------------------------------- model.path

@@ -368,7 +368,7 @@ def test_path_below_a_file_system_without_the_option_is_refused() -> None:
         ("checkpoint.dir", "/fsx/run"),
         ("data.mixture", "/efs/code/"),
     ]
-    assert "give --launch.options fsx=...: FSx for Lustre" in errors[0].remedy
+    assert "give --launch.options.fsx VALUE: FSx for Lustre" in errors[0].remedy
 
 
 def test_setup_with_a_path_that_does_not_exist_yet_is_refused() -> None:

@@ -80,7 +80,7 @@ def test_launch_several_mistakes_are_reported_at_once(
         "train.seq_len=256 is not divisible by tp=3",
         'launch.time_limit="1 day" must be D-HH:MM:SS',
         'launch.image="a/b"',
-        'launch.options.nodes="3" is an option that weft sets. Use --nodes',
+        'launch.options.nodes="3" is an option that weft sets. Remove it: run.nodes',
         "launch.options.Partition",
     ):
         assert item in message
@@ -466,7 +466,7 @@ def test_common_problems_several_mistakes_are_reported_at_once() -> None:
         "launch.options.buckte=\"b\" is not an option of this cluster. Did you mean 'bucket'?"
         in text
     )
-    assert "launch.options.bucket is missing. Give --launch.options bucket=...: where to" in text
+    assert "launch.options.bucket is missing. Give --launch.options.bucket VALUE: where to" in text
     assert "launch.options.role" in text
     assert 'launch.options.disk="x" no' in text
     assert "launch.time_limit" in text

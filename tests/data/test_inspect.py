@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.small import small_job
 from weft.cli.main import main
 from weft.config.schema import DataSection
+from weft.config.writer import to_toml
 from weft.data.inspect import inspect_dataset, summarize_dataset
 from weft.data.prepare import prepare_data
 from weft.data.tokenizer_training import train_tokenizer
@@ -54,6 +57,24 @@ def test_inspect_numbers_are_those_of_the_text(
     assert any(line.split()[:4] == ["16", "-", "31", str(within)] for line in output.splitlines())
     assert "1 empty documents were skipped" in output
     assert output.count("-- from token") == samples
+
+
+def test_inspect_of_a_run_directory_shows_the_data_of_the_run(
+    lines: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    paths = ("data.path", str(lines)), ("data.tokenizer", str(tokenizer))
+    (run / "job.toml").write_text(to_toml(small_job(*paths), "demo", small_job()))
+    (run / "metrics.jsonl").touch()
+    cache = ["--data.cache_dir", str(tmp_path / "cache"), "--samples", "0"]
+    assert main(["train", "demo", "--data.path", str(run), "--run.dir", str(tmp_path / "b")]) == 2
+    command = re.search("'weft (data inspect .*?)'", capsys.readouterr().err)
+    assert command
+    assert main([*command[1].split(), *cache]) == 0
+    shown = capsys.readouterr().out
+    assert main(["data", "inspect", str(lines), *cache, "--data.tokenizer", str(tokenizer)]) == 0
+    assert shown == capsys.readouterr().out
 
 
 def test_inspect_mixture_shows_shares(lines: Path, tokenizer: Path, tmp_path: Path) -> None:

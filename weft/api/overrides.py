@@ -49,7 +49,7 @@ def encode_value(key: str, value: object) -> str:
     section, _, last = key.partition(".")
     model = SECTIONS.get(section)
     # A key without a type, as of a user's model: quotes keep "8" a string.
-    is_typed = model is None or last in model.model_fields
+    is_typed = model is None or last.partition(".")[0] in model.model_fields
     return value if is_typed else _format_toml(value)
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from weft.cluster import USAGE_ERROR
-from weft.config.errors import ConfigError, ConfigErrors, suggest
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, find_misspelled, suggest
 from weft.config.escaping import raw_stream
-from weft.config.peer_names import describe_peer_name
 
 RECIPE_HELP = "a shipped recipe ('weft recipes' lists them), a TOML file, or a run directory"
 
@@ -40,6 +39,7 @@ class CommandParser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
         self.takes_keys = takes_keys
+        self.options_are_words = False  # as of 'weft help --parallel.tp'
         self.groups: dict[str, list[str]] = {}  # names of commands by title, for the help
         self._commands: Commands | None = None
 
@@ -55,7 +55,10 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error and end the process with the exit status of a usage error."""
         if unknown := re.match(r"argument COMMAND: invalid choice: '?([^' ]*)", message):
-            message = f"{unknown[1]!r} is not a command: {suggest(unknown[1], self.subcommands())}"
+            remedy = suggest(unknown[1], self.subcommands())
+            if f"--{unknown[1]}" in self._option_string_actions:
+                remedy = f"did you mean '--{unknown[1]}'?"
+            message = f"{unknown[1]!r} is not a command: {remedy}"
         print(f"weft: {message}; see '{self.prog} --help'", file=sys.stderr)
         sys.exit(USAGE_ERROR)
 
@@ -92,6 +95,11 @@ class CommandParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(option)
         return [*map(str, action.choices)] if action is not None and action.choices else []
 
+    def describe_option(self, option: str) -> str:
+        """Return the help of an option; empty if the command does not have it."""
+        action = self._option_string_actions.get(option)
+        return "" if action is None or action.help == argparse.SUPPRESS else action.help or ""
+
     def positional_values(self) -> list[str]:
         """Return the values of the arguments: names of recipes, or choices."""
         from weft.config.reader import recipe_names
@@ -101,13 +109,50 @@ class CommandParser(argparse.ArgumentParser):
         return recipes + [str(value) for a in positionals for value in a.choices or ()]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse the words after the command's name; argparse calls this for each command."""
-        if not self.takes_keys:
-            return super().parse_known_args(args, namespace)
-        words, overrides, errors = self._split_overrides(args)
-        options, unknown = super().parse_known_args(words, namespace)
-        options.overrides, options.errors = overrides, errors
-        return options, unknown
+        """Parse the words after the command's name; argparse calls this for each command.
+
+        A word that the command does not know ends it, with the name of this command.
+        """
+        words = list(args)
+        overrides: list[tuple[str, str]] = []
+        errors: list[ConfigError] = []
+        if self.options_are_words:
+            words = [key_name(w) if w.startswith("--") and w != "--help" else w for w in words]
+        elif self.takes_keys:
+            words, overrides, errors = self._split_overrides(args)
+        elif unknown := self._find_unknown_option(words):
+            self.error(f"{unknown} is not an option{self._suggest_option(unknown)}")
+        options, rest = super().parse_known_args(words, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if self.takes_keys:
+            options.overrides, options.errors = overrides, errors
+        return options, []
+
+    def _takes_value(self, option: str) -> bool:
+        action = self._option_string_actions.get(option)
+        return action is not None and action.nargs != 0
+
+    def _find_unknown_option(self, words: Sequence[str]) -> str:
+        """Return the first option that a command without keys does not have; may be empty."""
+        remaining = list(words)
+        while remaining and remaining[0] != "--":
+            option, equals, _ = remaining.pop(0).partition("=")
+            if option in self._option_string_actions:
+                if self._takes_value(option) and not equals:
+                    del remaining[:1]
+            elif self._commands is not None and not option.startswith("-"):
+                return ""  # the name of a command, which knows its options
+            elif option.startswith("--"):
+                return option
+        return ""
+
+    def _suggest_option(self, option: str) -> str:
+        own = [word for word in self._option_string_actions if word.startswith("--")]
+        near = find_misspelled(option, own)
+        if "." in option and not self.takes_keys:
+            return ": this command takes no keys"
+        return f": did you mean {near!r}?" if near else ""
 
     def _split_overrides(
         self, words: Sequence[str]
@@ -129,23 +174,44 @@ class CommandParser(argparse.ArgumentParser):
             option, equals, value = word.partition("=")
             if not word.startswith("--") or option == "--" or option in own:
                 rest.append(word)
-                takes_value = option in own and own[option].nargs != 0
-                if takes_value and not equals and remaining:
+                if self._takes_value(option) and not equals and remaining:
                     rest.append(remaining.pop(0))
                 continue
-            name = option.removeprefix("--").replace("-", "_")
-            name = SHORT_KEYS.get(name, name)
+            name = key_name(option)
+            if "." not in name and (near := self._suggest_option(option)):
+                errors.add(option, "is not an option", near.removeprefix(": "))
+                if not equals and remaining and not remaining[0].startswith("-"):
+                    remaining.pop(0)
+                continue
             if not equals and name in SWITCHES:
                 name, value = SWITCHES[name]
             elif not equals:
                 if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
-                    advice = "" if "." in name else describe_peer_name(name)
-                    rule = "is not a known key" if advice else "needs a value"
-                    errors.add(f"--{name}", rule, advice)
+                    errors.append(_missing_value(name))
                     continue
                 value = remaining.pop(0)
             overrides.append((name, value))
         return rest, overrides, errors
+
+
+def _missing_value(name: str) -> ConfigError:
+    """Return the error of a key without a value, which may be no key."""
+    from weft.config.reader import nearest_key
+    from weft.config.schema import keys
+
+    if name in keys() or name.startswith("model."):
+        remedy = f"write --{name} VALUE; 'weft help {name}' describes the values"
+        return ConfigError(f"--{name}", MISSING, "needs a value", remedy)
+    return ConfigError(f"--{name}", MISSING, "is not a known key", nearest_key(name))
+
+
+def key_name(option: str) -> str:
+    """Return the key of an option; the entry of a table may have a dash."""
+    *key, entry = option.partition("=")[0].removeprefix("--").split(".", 2)
+    if len(key) < 2:
+        name = ".".join([*key, entry]).replace("-", "_")
+        return SHORT_KEYS.get(name, name)
+    return ".".join([*(word.replace("-", "_") for word in key), entry])
 
 
 def _color(text: str) -> Any:

@@ -20,6 +20,7 @@ from weft.cli.option_values import count, local_path
 from weft.cluster import FAILED
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job, recipe_names
+from weft.config.run_paths import JOB_FILE
 
 if TYPE_CHECKING:
     from weft.data.dataset import Dataset
@@ -52,7 +53,9 @@ def add_data(commands: Commands) -> None:
     inspect = add_command(group, "inspect", run_data_inspect, text)
     inspect.add_argument("--samples", type=count, default=3, help="documents to print (default: 3)")
     for parser in (prepare, inspect):
-        parser.add_argument("what", metavar="PATH|RECIPE", help="data, or a recipe that names it")
+        parser.add_argument(
+            "what", metavar="PATH|RECIPE", help="data, or a recipe or run that names it"
+        )
     verify = add_command(group, "verify", run_data_verify, VERIFY_HELP)
     text = "directory of a prepared store, or of a mixture of stores"
     verify.add_argument("stores", metavar="STORE", type=local_path, nargs="+", help=text)
@@ -81,6 +84,7 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     from weft.train.job_checks import check_tokenizer_run
 
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
+    is_recipe = is_recipe or (Path(options.what) / JOB_FILE).is_file()
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
     job, _, errors = read_job(recipe, [*path, *options.overrides], options.errors)

@@ -21,6 +21,7 @@ from weft.config.schema import MOST, SECTIONS, keys
 def add_help(commands: Commands) -> None:
     """Add ``weft help``."""
     parser = add_command(commands, "help", run_help, takes_keys=False)
+    parser.options_are_words = True
     parser.add_argument("topics", metavar="TOPIC", nargs="*", help="command, key or section")
 
 
@@ -33,7 +34,7 @@ def run_help(options: argparse.Namespace) -> None:
     weft help optim
     """
     parser: CommandParser = options.parser
-    topics: list[str] = [topic.removeprefix("--") for topic in options.topics]
+    topics: list[str] = options.topics
     while topics and topics[0] in parser.subcommands():
         parser = parser.subcommands()[topics.pop(0)]
     if not topics:
@@ -46,8 +47,8 @@ def run_help(options: argparse.Namespace) -> None:
             print(describe_key(topic, _model_keys()[topic]))
         elif topic == "keys" or topic in SECTIONS:
             print(list_keys("" if topic == "keys" else topic, _model_fields()))
-        elif not describe_peer_name(topic) and (found := find_keys(topic)):
-            print("\n".join([f"keys about {topic!r}:", *found]))
+        elif not describe_peer_name(topic) and (lines := find_named(parser, topic)):
+            print("\n".join(lines))
         else:
             rule = "is neither a command, a key nor a section"
             names = [*parser.subcommands(), *SECTIONS]
@@ -104,6 +105,24 @@ def find_keys(word: str) -> list[str]:
     for key in [*named, *described]:
         default = json.dumps(texts[key].default)
         lines += _wrap(key, default, texts[key].description or "")
+    return lines
+
+
+def find_named(parser: CommandParser, word: str) -> list[str]:
+    """Return lines about the options named ``word``, and about the keys with the word."""
+    found = find_keys(word)
+    return [*find_options(parser, word), *([f"keys about {word!r}:", *found] if found else [])]
+
+
+def find_options(parser: CommandParser, name: str) -> list[str]:
+    """Return a line for each command with the option ``--name``, and what it does."""
+    lines = []
+    for command, each in {parser.prog: parser, **parser.subcommands()}.items():
+        if text := each.describe_option(f"--{name.replace('_', '-')}"):
+            prog = command if each is parser else f"{parser.prog} {command}"
+            lines.append(f"{prog} --{name.replace('_', '-')}: {text}")
+        if each is not parser and each.subcommands():
+            lines += find_options(each, name)
     return lines
 
 

@@ -110,7 +110,8 @@ def check_duration(text: str, key: str = "launch.time_limit") -> list[ConfigErro
         rule = "" if parse_duration(text) else "must be longer than 0 seconds"
     except ValueError as error:
         rule = str(error)
-    return [ConfigError(key, text, rule)] if rule else []
+    remedy = "use a duration such as 12:00:00"
+    return [ConfigError(key, text, rule, remedy)] if rule else []
 
 
 class Option(NamedTuple):
@@ -123,7 +124,8 @@ class Option(NamedTuple):
 
 
 # For options that are integers, or booleans.
-INTEGER_PATTERN, BOOLEAN_RULE = "[0-9]+", ("true|false", "must be true or false")
+INTEGER_PATTERN = "[0-9]+"
+BOOLEAN_RULE = ("true|false", "must be true or false", "use true or false")
 
 
 def check_options(
@@ -144,12 +146,13 @@ def check_options(
             rule = "is not an option of this cluster"
             errors.add(key, rule, suggest(name, known))
         elif not re.fullmatch(pattern, value):
-            errors.add(key, f"has invalid characters; it must match {pattern}")
+            rule = f"has invalid characters; it must match {pattern}"
+            errors.add(key, rule, "remove the other characters")
         elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
             errors.add(key, known[name].rule, known[name].remedy)
     for name in required:
         if name not in launch.options:
-            remedy = f"give --launch.options {name}=...: {known[name].meaning}"
+            remedy = f"give --launch.options.{name} VALUE: {known[name].meaning}"
             errors.add(f"launch.options.{name}", "is missing", remedy)
     errors += check_duration(launch.time_limit)
     return errors

@@ -38,14 +38,20 @@ FILE_SUFFIX = ".yaml"
 KINDS = ("trainjob", "jobset")
 OPTIONS = {
     "kind": Option(
-        "trainjob (Kubeflow Trainer v2) or jobset", "|".join(KINDS), "must be trainjob or jobset"
+        "trainjob (Kubeflow Trainer v2) or jobset",
+        "|".join(KINDS),
+        "must be trainjob or jobset",
+        "use trainjob or jobset",
     ),
     "claim": Option("PersistentVolumeClaim that all nodes share (ReadWriteMany), mounted at /runs"),
     "namespace": Option("namespace; default: that of kubectl"),
     "cpu": Option("cores per node"),
     "memory": Option("memory per node: 64Gi"),
     "efa": Option(
-        "EFA devices per node: 32 on a p5.48xlarge", INTEGER_PATTERN, "must be an integer"
+        "EFA devices per node: 32 on a p5.48xlarge",
+        INTEGER_PATTERN,
+        "must be an integer",
+        "use a number such as 32",
     ),
     "account": Option("service account of the pods"),
 }
@@ -62,10 +68,13 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     errors += check_name(request, f"/runs/{request.name} in the claim")
     if request.name[:1].isdigit():
         rule = f"names the run {request.name}, but a name in Kubernetes must begin with a letter"
-        errors.add("run.dir", rule, "use another --run.dir", value=str(request.run_dir))
+        remedy = (
+            f"use another --run.dir, such as {request.run_dir.with_name(f'run-{request.name}')}"
+        )
+        errors.add("run.dir", rule, remedy, value=str(request.run_dir))
     if request.job.launch.image == "auto":
         rule = "is not possible: neither Kubernetes nor Kubeflow has an image with weft"
-        remedy = "name an image; see docs/kubernetes.md"
+        remedy = "give --launch.image VALUE, an image with weft: see docs/kubernetes.md"
         errors.add("launch.image", rule, remedy)
     return errors
 

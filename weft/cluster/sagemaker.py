@@ -49,10 +49,12 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     errors = check_sagemaker_options(request)
     bucket = launch.options.get("bucket", "BUCKET")
     errors += check_name(request, f"s3://{bucket}/weft/{request.name}")
-    errors += check_fixed_nodes(request, "SageMaker starts a fixed number of instances")
+    errors += check_fixed_nodes(
+        request, "is a range, but SageMaker starts a fixed number of instances"
+    )
     if launch.image == "auto":
         rule = "is not possible: SageMaker has no default image with weft"
-        remedy = "name an image; see docs/sagemaker.md"
+        remedy = "give --launch.image VALUE, an image with weft: see docs/sagemaker.md"
         errors.add("launch.image", rule, remedy)
     return errors
 

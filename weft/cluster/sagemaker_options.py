@@ -6,6 +6,7 @@ the option.  `weft.cluster.sagemaker_request` then checks the request by the mod
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from contextlib import suppress
@@ -53,12 +54,16 @@ OPTIONS = {
         "use us-east-1",
     ),
     "volume": Option(
-        "GB of disk of each instance (100)", INTEGER_PATTERN, "must be an integer number of GB"
+        "GB of disk of each instance (100)",
+        INTEGER_PATTERN,
+        "must be an integer number of GB",
+        "use a number such as 500",
     ),
     "input_mode": Option(
         "how the instances read data.path at s3://: FastFile (default), or File: copied first",
         "File|FastFile",
         "must be File or FastFile",
+        "use File or FastFile",
     ),
     "spot": Option(
         "true: managed spot training; the job resumes after an interruption", *BOOLEAN_RULE
@@ -70,6 +75,7 @@ OPTIONS = {
         "restarts of the job after an internal error of SageMaker, 1 to 30",
         "[1-9]|[12][0-9]|30",
         "must be 1 to 30",
+        "use a number such as 3",
     ),
     "training_plan": Option(
         "ARN of a training plan, whose reserved instances the job uses",
@@ -104,11 +110,16 @@ OPTIONS = {
         "use team:nlp+project:llm",
     ),
 }
-# Options that are durations: minimum and maximum in seconds, and the rule.
+# Options that are durations: minimum and maximum in seconds, rule and remedy.
 DURATIONS = {
-    "keep_alive": (1, 6 * HOUR, "must be at most 6:00:00"),
-    "max_pending": (HOUR // 2, MAX_DAYS * DAY, "must be between 0:30:00 and 28-00:00:00"),
-    "wait": (1, math.inf, ""),
+    "keep_alive": (1, 6 * HOUR, "must be at most 6:00:00", "use 6:00:00"),
+    "max_pending": (
+        HOUR // 2,
+        MAX_DAYS * DAY,
+        "must be between 0:30:00 and 28-00:00:00",
+        "use 0:30:00 or 28-00:00:00",
+    ),
+    "wait": (1, math.inf, "", ""),
 }
 
 
@@ -120,13 +131,14 @@ def check_sagemaker_options(request: JobRequest) -> ConfigErrors:
     key = "launch.options"
     if ("subnets" in launch.options) != ("security_groups" in launch.options):
         given, other = ("subnets", "security_groups")[:: 1 if "subnets" in launch.options else -1]
-        errors.add(f"{key}.{given}", f"must be given together with {other}")
+        remedy = f"give --{key}.{other} VALUE: {OPTIONS[other].meaning}"
+        errors.add(f"{key}.{given}", f"must be given together with {other}", remedy)
     errors += _check_durations(request)
     errors += _check_instances(request)
     errors += check_file_systems(request)
     if "input_mode" in launch.options and s3_data(request.job) is None:
         rule = "has no effect: it is for data.path at s3://, without a pattern"
-        errors.add(f"{key}.input_mode", rule, "omit it")
+        errors.add(f"{key}.input_mode", rule, "remove it")
     return errors
 
 
@@ -139,16 +151,17 @@ def _check_durations(request: JobRequest) -> ConfigErrors:
         if seconds > MAX_DAYS * DAY:
             rule = f"is longer than {MAX_DAYS} days, SageMaker's maximum"
             errors.add("launch.time_limit", rule, f"use at most {MAX_DAYS}-00:00:00")
-    for name, (low, high, rule) in DURATIONS.items():
+    for name, (low, high, rule, remedy) in DURATIONS.items():
         key = f"launch.options.{name}"
         if name not in options:
             continue
         if invalid := check_duration(options[name], key):
             errors += invalid
         elif not low <= parse_duration(options[name]) <= high:
-            errors.add(key, rule)
+            errors.add(key, rule, remedy)
         elif name == "wait" and parse_duration(options[name]) < seconds:
-            errors.add(key, "must not be shorter than launch.time_limit")
+            rule = "must not be shorter than launch.time_limit"
+            errors.add(key, rule, f"use {limit}, or launch.time_limit={options[name]}")
     return errors
 
 
@@ -160,18 +173,22 @@ def _check_instances(request: JobRequest) -> ConfigErrors:
     with suppress(ImportError):  # `check` warns
         for name in types:
             if name.startswith("ml.") and name not in (known := instance_types()):
-                remedy = f"{suggest(name, known)} A newer botocore may know more types"
+                family = f"{name.rpartition('.')[0]}."
+                near = [each for each in known if each.startswith(family)]
+                near = near or difflib.get_close_matches(name, known, 5) or known
+                remedy = f"{suggest(name, near)}; a newer botocore may know more types"
                 errors.add(key, "is not an instance type of training jobs", remedy, value=name)
     if len(set(types)) < len(types):
-        errors.add(key, "names a type twice")
+        errors.add(key, "names a type twice", f"use {'+'.join(dict.fromkeys(types))}")
     if len(types) > 1 and is_spot:
         rule = "must be a single type with spot=true: SageMaker chooses only on-demand instances"
-        errors.add(key, rule, "name one type, or omit spot")
+        errors.add(key, rule, f"use {types[0]}, or remove launch.options.spot")
     if is_spot and "keep_alive" in options:
         rule = "excludes spot=true: SageMaker keeps no spot instances"
-        errors.add("launch.options.keep_alive", rule, "omit one")
+        errors.add("launch.options.keep_alive", rule, "remove it, or remove launch.options.spot")
     if "wait" in options and not is_spot:
-        errors.add("launch.options.wait", "requires spot=true")
+        remedy = "use launch.options.spot=true, or remove it"
+        errors.add("launch.options.wait", "requires spot=true", remedy)
     return errors
 
 

@@ -76,16 +76,17 @@ def check_file_systems(request: JobRequest) -> ConfigErrors:
         if name not in options:
             for used, path in paths.items():
                 rule = f"is below /{name}, but the job has no {kind.title} file system there"
-                remedy = f"give --launch.options {name}=...: {FILE_SYSTEM_OPTIONS[name].meaning}"
+                remedy = f"give --launch.options.{name} VALUE: {FILE_SYSTEM_OPTIONS[name].meaning}"
                 errors.add(used, rule, remedy, value=path)
             continue
         if "subnets" not in options and "security_groups" not in options:
             rule = "requires subnets and security_groups: SageMaker mounts it inside a VPC"
-            remedy = "give subnets of the file system's VPC, and a security group that reaches it"
+            remedy = "give --launch.options.subnets VALUE of the file system's VPC and "
+            remedy += "--launch.options.security_groups VALUE that reach it"
             errors.add(key, rule, remedy)
         if not paths:
             rule = f"has no effect, because no path of the recipe is below /{name}"
-            remedy = f"set data.path, checkpoint.dir or another path to /{name}/..., or omit it"
+            remedy = f"set data.path, checkpoint.dir or another path to /{name}/..., or remove it"
             errors.add(key, rule, remedy)
         if any(f" /{name}/" in f" {line}" for line in flatten(job)[SETUP]):
             rule = f"has a path below /{name}, which does not exist before weft starts"

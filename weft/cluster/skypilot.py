@@ -49,7 +49,12 @@ OPTIONS = {
     "spot": Option("true: use spot nodes, which the cloud can reclaim", *BOOLEAN_RULE),
     "cpus": Option("cores per node: 16, or 16+"),
     "memory": Option("GB of memory per node: 64, or 64+"),
-    "disk": Option("GB of disk per node", INTEGER_PATTERN, "must be an integer number of GB"),
+    "disk": Option(
+        "GB of disk per node",
+        INTEGER_PATTERN,
+        "must be an integer number of GB",
+        "use a number such as 256",
+    ),
 }
 REMEDY = "pip install 'skypilot[aws]', in a separate environment"
 # SkyPilot's states of jobs that have not ended, other than 'running'.
@@ -77,10 +82,13 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     errors = check_options(request, OPTIONS, required, r"[A-Za-z0-9*][A-Za-z0-9_+*.:/\-]*")
     bucket = launch.options.get("bucket", "s3://BUCKET")
     errors += check_name(request, f"{bucket}/{request.name}")
-    errors += check_fixed_nodes(request, "SkyPilot starts a fixed number of nodes")
+    errors += check_fixed_nodes(request, "is a range, but SkyPilot starts a fixed number of nodes")
     if launch.image == "auto" and not launch.setup:
         rule = "is empty, so nothing installs weft on the nodes"
-        remedy = "set launch.image to an image with weft, or install weft in launch.setup"
+        remedy = (
+            "give --launch.image VALUE, an image with weft, or --launch.setup VALUE that installs "
+        )
+        remedy += "weft"
         errors.add("launch.setup", rule, remedy)
     return errors
 

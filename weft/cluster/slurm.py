@@ -56,7 +56,7 @@ END_SECONDS = 120
 MAX_FAILED_STARTS, MAX_STARTS = 3, 10
 # sbatch's options that weft sets, and the key or option that controls each.
 RESERVED_OPTIONS = {
-    "nodes": "--nodes",
+    "nodes": "run.nodes",
     "time": "launch.time_limit",
     "output": "run.dir",
     "error": "run.dir",
@@ -84,7 +84,8 @@ def find_errors(request: JobRequest) -> ConfigErrors:
             remedy = "use a form such as partition=gpu"
             errors.add(key, "is not a long option of sbatch", remedy)
         elif name in RESERVED_OPTIONS:
-            remedy = f"use {RESERVED_OPTIONS[name]}" if RESERVED_OPTIONS[name] else ""
+            other = RESERVED_OPTIONS[name]
+            remedy = f"remove it: {other} sets it" if other else "remove it"
             errors.add(key, "is an option that weft sets", remedy)
     errors += hyperpod.find_errors(request)
     return errors

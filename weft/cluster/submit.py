@@ -280,7 +280,8 @@ class SubmittedJob:
                 raise ValueError(record["on"])
             if original := _find_original(run_dir):
                 rule = f"is a copy of {original}, whose job {RECORD} names"
-                remedy = f"name {original}, or submit the copy: weft launch {run_dir}"
+                command = f"weft launch {shlex.quote(str(run_dir))} --on {record['on']}"
+                remedy = f"name {original}, or submit the copy: {command}"
                 raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)])
             return cls(run_dir.absolute(), record["on"], record["id"])
         except OSError as error:
@@ -289,7 +290,8 @@ class SubmittedJob:
             raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)]) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             rule = f"has a damaged {RECORD}"
-            raise InvalidConfig([ConfigError("RUN", str(run_dir), rule)]) from error
+            remedy = "use the cluster's own commands for this job, or submit the run again"
+            raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)]) from error
 
     def status(self) -> str:
         """See `Cluster.status`."""

@@ -96,7 +96,8 @@ def read_job(
     Args:
         recipe: a shipped name, the path of a TOML file, or a run directory or its job.toml: then
             ``run.dir`` is that directory.
-        overrides: ``("section.key", "text")`` pairs; a later one wins.
+        overrides: ``("section.key", "text")`` pairs; a later one wins.  ``section.key.entry``
+            changes one entry of a table, such as ``launch.options.partition``.
         cli_errors: errors that the command line already has.
 
     Returns:
@@ -231,6 +232,13 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
         return
     section, _, last = name.partition(".")
     model = SECTIONS.get(section)
+    table, _, entry = last.partition(".")
+    if model is not None and entry and _is_table(model, table):
+        values = tree.setdefault(section, {}).get(table)
+        is_text = get_args(model.model_fields[table].annotation)[1] == Text
+        added = {entry: text if is_text else _literal(text)}
+        tree[section][table] = (values if isinstance(values, dict) else {}) | added
+        return
     if model is None or (
         last not in model.model_fields and model.model_config["extra"] == "forbid"
     ):
@@ -263,6 +271,11 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
         tree.get(section, {}).pop(last, None)
     else:
         tree.setdefault(section, {})[last] = value
+
+
+def _is_table(model: type[Section], name: str) -> bool:
+    field = model.model_fields.get(name)
+    return field is not None and get_origin(field.annotation) is dict
 
 
 def _literal(text: str) -> Any:

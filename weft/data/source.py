@@ -27,6 +27,7 @@ from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig, lookup, truncate_list
 from weft.config.files import check_url, storage_options
+from weft.config.run_paths import JOB_FILE, RUN_FILES
 from weft.data.token_store import STORE_FILE, is_store
 
 STDLIB = "python-stdlib"
@@ -193,6 +194,9 @@ def _detect_local(path: str) -> SourceRef:
             library = Path(sysconfig.get_path("stdlib"))
             return SourceRef("text", _sort_files(library, _walk_files(library, True)))
         if root.is_dir():
+            if (root / JOB_FILE).is_file() and any((root / name).exists() for name in RUN_FILES):
+                remedy = f"{_PATH_REMEDY}; 'weft data inspect {path}' shows the data of the run"
+                raise path_error(path, "is the directory of a run, which has no text", remedy)
             if _is_saved_dataset(root):
                 return SourceRef("saved")
             source = _classify_files(_sort_files(root, _walk_files(root)), explicit=False)
