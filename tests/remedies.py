@@ -71,7 +71,8 @@ def proposed_changes(error: ConfigError) -> list[Change]:
     changes: list[Change] = []
     own = error.key if re.fullmatch(KEY, error.key) else ""
     for clause in re.split(
-        r"[;,] (?:or|and) |; |, (?=--|[a-z_]+\.[a-z_]+=)| or (?=--|parallel\.|remove )", text
+        r"[;,] (?:or|and) |; (?:or )?|, (?=--|[a-z_]+\.[a-z_]+=)| or (?=--|parallel\.|remove )",
+        text,
     ):
         clause = re.sub(
             r"^(?:did you mean|use|set|add|leave (?!it)|and|or) ", "", clause.strip(), flags=re.I
@@ -85,6 +86,9 @@ def proposed_changes(error: ConfigError) -> list[Change]:
         if removed:
             name = removed[1] if "." in removed[1] else own
             changes += [{name: None}] if name else []
+            continue
+        if clause == "another run.dir":
+            changes.append({"run.dir": "VALUE"})
             continue
         found = ASSIGNMENT.findall(clause)
         if found:

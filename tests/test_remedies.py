@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import time
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.harness import run_ranks
 from tests.plan.test_plan_warnings import CASES
 from tests.remedies import (
     Change,
@@ -28,17 +30,19 @@ from tests.remedies import (
     random_overrides,
     record_sites,
 )
-from tests.small import small_job
+from tests.small import SMALL, small_job, train_rank
 from weft.cli.main import main
 from weft.cluster.submit import build_request, check_text, get_cluster
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_json
 from weft.config.reader import read_job
+from weft.config.writer import to_toml
 from weft.models import FAMILIES
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
 from weft.plan.model_config import resolve_section
 from weft.plan.plan import Machine
-from weft.train.job_checks import prepare_job
+from weft.tools.job_space import candidate_values, list_keys
+from weft.train.job_checks import FIXED, prepare_job
 
 MACHINES = {
     "cpu": Machine("cpu", devices=8, memory_bytes=64 << 30),
@@ -298,6 +302,93 @@ def test_remedies_of_launches_are_followed(tmp_path: Path, monkeypatch: pytest.M
             assert follower.provoke(on, words), case
     assert not follower.failed, "\n".join(follower.failed.values())
     assert follower.followed > 50
+
+
+# --------------------------------------------------------------------------- resume
+
+FIXED_KEYS = [
+    key
+    for key in list_keys()
+    if key.startswith((*FIXED, "train.", "optim.groups"))
+    # These need other data or several keys, or name another model.
+    and key not in ("data.format", "train.objective", "model.path", "model.kind", "model.kv_rank")
+]
+CHANGED = [
+    *(((key, value),) for key in FIXED_KEYS for value in candidate_values(key)[:1]),
+    (("model.kind", "moe"), ("model.preset", "toy-moe")),
+    (("optim.groups", '[{params=["*q_proj*"],lr_mult=2.0}]'),),
+    (("checkpoint.dir", "elsewhere"),),
+]
+
+
+def follow_resumes(run: Path, store: Path, changes: list[Overrides]) -> Follower:
+    """Follow the remedies of a run that is resumed with changed keys."""
+    paths = ("run.dir", str(run)), ("data.path", str(store)), ("run.nproc_per_node", "1")
+    train = [*SMALL, ("checkpoint.interval", "2"), ("train.steps", "3"), *paths]
+    run_ranks(train_rank, 1, train, str(store))
+    job = small_job(*train)
+    (run / "job.toml").write_text(to_toml(job, "demo", job))
+
+    def attempt(recipe: str, overrides: Overrides) -> list[ConfigError]:
+        try:
+            prepare_job(recipe, list({**dict(train), **dict(overrides)}.items()))
+        except InvalidConfig as invalid:
+            return invalid.errors
+        return []
+
+    assert attempt("demo", ()) == []
+    follower = Follower(attempt, any_key=True, examples={"run.dir": str(run.parent / "other")})
+    for overrides in changes:
+        follower.provoke("demo", overrides)
+    return follower
+
+
+def test_remedies_of_a_resume_with_a_changed_key_are_followed(
+    tmp_path: Path, store_path: Path
+) -> None:
+    follower = follow_resumes(tmp_path / "run", store_path, CHANGED[::6] + CHANGED[-4:])
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed > 15
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.parametrize("damage", ["tokenizer changed", "tokenizer missing", "all checkpoints"])
+def test_commands_of_a_refused_run_directory_are_followed(
+    damage: str, tmp_path: Path, store_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The commands in the message are run as they are; then the refused command works."""
+    run = tmp_path / "run"
+    keys = [*SMALL, ("train.steps", "4"), ("checkpoint.interval", "2"), ("run.dir", str(run))]
+    keys += [("run.nproc_per_node", "1"), ("data.path", str(store_path))]
+    train = ["train", "demo", *(word for key, value in keys for word in (f"--{key}", value))]
+    assert main(train) == 0
+    refused = train
+    if damage == "all checkpoints":
+        for manifest in run.glob("checkpoints/step-*/manifest.json"):
+            manifest.write_text("{")
+    else:
+        refused = ["generate", str(run), "hello", "--max-tokens", "2"]
+        tokenizer = run / "tokenizer.json"
+        tokenizer.unlink() if damage == "tokenizer missing" else tokenizer.write_text("{}")
+    capfd.readouterr()
+    assert main(refused) != 0
+    message = capfd.readouterr().err
+    if "delete it, and" in message:
+        (run / "tokenizer.json").unlink()
+    commands = re.findall(rf"weft ((?:train|rollback) {re.escape(str(run))}(?: \d+)?)", message)
+    assert len(set(commands)) == 1, message
+    assert main(commands[0].split()) == 0
+    assert main(refused) == 0
+
+
+@pytest.mark.slow
+def test_remedies_of_a_resume_with_any_changed_key_are_followed(
+    tmp_path: Path, store_path: Path
+) -> None:
+    follower = follow_resumes(tmp_path / "run", store_path, CHANGED)
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed > 150
 
 
 # --------------------------------------------------------------------------- model.path

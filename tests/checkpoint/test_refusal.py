@@ -81,7 +81,7 @@ def test_resume_all_damaged_refuses_until_rolled_back(file: str, saved: Path) ->
     before = everything_in(saved)
     for step, messages in run_ranks(resume_times, 1, str(saved), 3)[0]:
         assert step == -1
-        for name in ("step-00000001", "step-00000002", file, "`weft rollback RUN_DIR 0`"):
+        for name in ("step-00000001", "step-00000002", file, f"`weft rollback {saved.parent} 0`"):
             assert name in messages
     assert everything_in(saved) == before
     abandon_damaged(saved, 0)  # as weft rollback does

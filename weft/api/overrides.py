@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 
 from weft.config.errors import ConfigErrors
+from weft.config.formatting import format_toml
 from weft.config.schema import SECTIONS
 
 
@@ -45,28 +45,9 @@ def encode_value(key: str, value: object) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
-        return _format_toml(value)
+        return format_toml(value)
     section, _, last = key.partition(".")
     model = SECTIONS.get(section)
     # A key without a type, as of a user's model: quotes keep "8" a string.
     is_typed = model is None or last.partition(".")[0] in model.model_fields
-    return value if is_typed else _format_toml(value)
-
-
-def _format_toml(value: object) -> str:
-    if callable(item := getattr(value, "item", None)):  # a number of NumPy or PyTorch
-        value = item()
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, Mapping):
-        items = (f"{_format_toml(str(k))} = {_format_toml(v)}" for k, v in value.items())
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_format_toml, value))}]"
-    raise TypeError(f"has the type {type(value).__name__}, which no key has")
+    return value if is_typed else format_toml(value)

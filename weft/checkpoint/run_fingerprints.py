@@ -114,7 +114,8 @@ def _remedies(file: Path, name: str, fingerprint: str, job: Job) -> Iterator[str
     yield "restore the file from a backup or from a copy of the run"
     if _is_written(file, name, job):
         command = shlex.join(["weft", "train", str(file.parent)])
-        yield f"delete it, and {command} writes it from the data again"
+        first = "delete it, and " if file.exists() else ""
+        yield f"{first}{command} writes it from the data again"
 
 
 def _is_written(file: Path, name: str, job: Job) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 
@@ -33,3 +34,32 @@ def display_path(path: Path) -> str:
     """Return a path relative to the working directory if it is inside it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def format_value(value: object) -> str:
+    """Format a value as ``--section.key VALUE`` has it: a string as it is, else TOML."""
+    return value if isinstance(value, str) else format_toml(value)
+
+
+def format_toml(value: object) -> str:
+    """Format a value as TOML, on one line.
+
+    Raises:
+        TypeError: if TOML has no such value.
+    """
+    if callable(item := getattr(value, "item", None)):  # a number of NumPy or PyTorch
+        value = item()
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        items = (f"{format_toml(str(k))} = {format_toml(v)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_toml, value))}]"
+    raise TypeError(f"has the type {type(value).__name__}, which no key has")

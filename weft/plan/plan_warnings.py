@@ -9,13 +9,12 @@ no effect.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from weft.config.errors import capitalize
+from weft.config.formatting import format_value
 from weft.config.schema import Job, PrecisionSection, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.dispatch_rules import has_fixed_buffers
@@ -485,11 +484,6 @@ def _mixed_neighbors(plan: Plan, section: PrecisionSection) -> dict[str, bool]:
         if len(set(names.values())) == 2:
             mixed |= names
     return mixed
-
-
-def format_value(value: Any) -> str:
-    """Format a value as a command line or recipe has it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _is_node_count_allowed(nodes: str, num_nodes: int) -> bool:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
+import shlex
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -26,9 +27,9 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.run_fingerprints import check_run_files
 from weft.checkpoint.storage import open_directory
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url
-from weft.config.formatting import format_count
+from weft.config.formatting import format_count, format_value
 from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, try_lock
 from weft.config.mounts import check_mount
 from weft.config.reader import read_job
@@ -419,11 +420,19 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         return errors
     with suppress(CheckpointError):  # loading reports it
         errors += check_run_files(found[-1], folder, old, to_train=True)
+    if any(str(before) in error.rule for error in errors):
+        return errors  # the file has other keys than the run, so no comparison is right
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     if old.lora.path:  # imported adapters, and changes of the lengths of quantized rows
         kept = ("path", *FIXED_BY_ADAPTER, *(["quantize"] if old.lora.dora else []))
         fixed = (*fixed, *(f"lora.{name}" for name in kept))
     changes = difference(expand_preset(job), expand_preset(old))
+    if "model.kind" in changes:  # then the other keys of the model follow from it
+        changes = {
+            k: v for k, v in changes.items() if k == "model.kind" or not k.startswith("model.")
+        }
+    else:  # a model with other errors has only the keys that the user set
+        changes = {k: v for k, v in changes.items() if v[0] is not MISSING}
     if "lora.path" in changes:  # then other keys of the section may only follow from it
         changes = {
             k: v for k, v in changes.items() if k == "lora.path" or not k.startswith("lora.")
@@ -437,8 +446,13 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
             ]
             is_same = kinds[0] == kinds[1] or "adamw" not in str(kinds)
         if name.startswith((*fixed, "optim.groups")) and not is_same:
-            rule = f"differs from the run in {folder}, which was started with {theirs}"
-            errors.add(name, rule, f"use another run.dir, or {name}={theirs}", value=ours)
+            value = format_value("" if theirs is MISSING else theirs)
+            rule = f"differs from the run in {folder}, which was started with {value or 'none'}"
+            remedy = f"use another run.dir, or {name}={value}"
+            if name == "model.kind" or theirs is MISSING:
+                command = shlex.join(["weft", "train", str(folder)])
+                remedy = f"use another run.dir, or {command}, which has the keys of the run"
+            errors.add(name, rule, remedy, value=ours)
     return errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -192,10 +193,12 @@ def _survey(directory: Path) -> tuple[list[Path], int, list[str]]:
 def _no_intact_checkpoint(directory: Path, lost: Sequence[str]) -> str:
     """Return the message for a run none of whose checkpoints can be loaded."""
     listed = "".join(f"\n  {each}" for each in lost)
+    is_inside = directory.name == checkpoint_dir(CheckpointSection(), Path()).name
+    run_dir = shlex.quote(str(directory.parent)) if is_inside else "RUN_DIR"
     return (
         f"{directory}: none of the run's checkpoints is intact; nothing was started, renamed or "
         f"deleted:{listed}\n  Restore an intact copy. Or give up this work: `weft rollback "
-        "RUN_DIR 0`, and the same command starts the run from step 1. Or use another --run.dir."
+        f"{run_dir} 0`, and the same command starts the run from step 1. Or use another --run.dir."
     )
 
 
