@@ -13,6 +13,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
 
+from weft.api.arguments import (
+    MAX_COUNT,
+    argument_names,
+    read_device,
+    read_flag,
+    read_integer,
+    read_number,
+    read_optional,
+    read_path,
+    read_paths,
+    read_text,
+    read_texts,
+    show_value,
+    to_python,
+)
 from weft.api.child import run_in_child
 from weft.api.overrides import encode_overrides
 from weft.api.results import Comparison, PlanResult, VerifyResult
@@ -20,14 +35,14 @@ from weft.api.runs import HtmlPage, RunHandle
 from weft.api.tasks import CompareRequest, TrainRequest, VerifyRequest
 from weft.cluster import UNHEALTHY
 from weft.cluster.rank_exit import TrainingFailed
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError
+from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from weft.cluster.submit import SubmittedJob
-    from weft.tools.generate import Prompt, Sampling
+    from weft.tools.generate import Prompt
     from weft.tools.text_model import TextModel
 
 __all__ = [
@@ -70,6 +85,7 @@ class GenerateOptions(TypedDict, total=False):
     device: str | torch.device | None
 
 
+@argument_names()
 def train(
     recipe: str | os.PathLike[str], overrides: Overrides | None = None, *, force: bool = False
 ) -> RunHandle:
@@ -92,14 +108,21 @@ def train(
         TrainingFailed: if a rank failed; the message has the cause and the path of the log.
     """
     errors = ConfigErrors()
+    name = read_path("recipe", recipe, errors)
+    is_forced = read_flag("force", force, errors)
+    errors.raise_any("recipe")
     pairs = encode_overrides(overrides, errors)
-    request = TrainRequest(os.fspath(recipe), pairs, list(errors), force)
+    request = TrainRequest(name, pairs, list(errors), is_forced)
     run_dir, status = run_in_child("train_recipe", request)
     if status == UNHEALTHY:
         raise TrainingFailed("this node failed its check before the start", status)
-    return RunHandle(run_dir)
+    errors = ConfigErrors()
+    path = read_path("run_dir", run_dir, errors)
+    errors.raise_any()
+    return RunHandle(path)
 
 
+@argument_names()
 def plan(
     recipe: str | os.PathLike[str],
     overrides: Overrides | None = None,
@@ -127,9 +150,12 @@ def plan(
     from weft.tools.adapter_path import adopt_paths
     from weft.train.machine import detect_machine
 
-    errors, name = ConfigErrors(), os.fspath(recipe)
+    errors = ConfigErrors()
+    name = read_path("recipe", recipe, errors)
+    devices = read_optional(read_text, "cluster", cluster, errors)
+    errors.raise_any()
     pairs = encode_overrides(overrides, errors)
-    planned, machine = plan_recipe(name, pairs, errors, cluster, detect_machine, adopt=adopt_paths)
+    planned, machine = plan_recipe(name, pairs, errors, devices, detect_machine, adopt=adopt_paths)
     device = device_spec(planned, machine)
     prediction = forecast(planned, machine, device, cached=True)
     advice = [] if device is None else advise(planned, machine, device, prediction, cached=True)
@@ -137,6 +163,7 @@ def plan(
     return PlanResult(planned, prediction, text, name, machine)
 
 
+@argument_names()
 def verify(
     recipe: str | os.PathLike[str],
     overrides: Overrides | None = None,
@@ -164,16 +191,18 @@ def verify(
     from weft.plan.resolve import MAX_CPU_RANKS
 
     errors = ConfigErrors()
+    name = read_path("recipe", recipe, errors)
+    errors.raise_any()
     pairs = encode_overrides(overrides, errors)
-    resume = encode_overrides(resume_layout, errors)
-    for key, value, low, high in (("ranks", ranks, 2, MAX_CPU_RANKS), ("steps", steps, 1, 1000)):
-        if not low <= value <= high:
-            errors.add(key, f"must be an integer between {low} and {high}", value=value)
-    request = VerifyRequest(os.fspath(recipe), pairs, list(errors), resume, ranks, steps)
+    resume = encode_overrides(resume_layout, errors, "resume_layout")
+    num_ranks = read_integer("ranks", ranks, 2, MAX_CPU_RANKS, errors)
+    num_steps = read_integer("steps", steps, 1, 1000, errors)
+    request = VerifyRequest(name, pairs, list(errors), resume, num_ranks, num_steps)
     result: VerifyResult = run_in_child("verify_recipe", request)
     return result
 
 
+@argument_names()
 def compare(
     recipes: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     overrides: Overrides | None = None,
@@ -209,33 +238,51 @@ def compare(
         InvalidConfig: with every mistake in the arguments.
     """
     errors = ConfigErrors()
-    pairs = encode_overrides(overrides, errors)
-    varied = [
-        (key, [text for value in values for _, text in encode_overrides({key: value}, errors)])
-        for key, values in (vary or {}).items()
-    ]
-    if repeats < 1:
-        errors.add("repeats", "must be at least 1", value=repeats)
-    if cluster and not plan_only:
+    names = read_paths("recipes", recipes, errors)
+    directory = read_optional(read_path, "out", out, errors)
+    is_plan = read_flag("plan_only", plan_only, errors)
+    devices = read_optional(read_text, "cluster", cluster, errors)
+    if devices and not is_plan:
         rule = "needs plan_only, because runs use this machine"
-        errors.add("cluster", rule, "set plan_only=True", value=cluster)
-    names = [recipes] if isinstance(recipes, str | os.PathLike) else recipes
+        errors.add("cluster", rule, "set plan_only=True", value=devices)
     request = CompareRequest(
-        recipes=[os.fspath(name) for name in names],
-        vary=varied,
-        overrides=pairs,
-        errors=list(errors),
-        repeats=repeats,
-        margin=margin,
-        price=price,
-        out=None if out is None else os.fspath(out),
-        plan_only=plan_only,
-        cluster=cluster,
+        recipes=names,
+        vary=_encode_variants(vary, errors),
+        overrides=encode_overrides(overrides, errors),
+        errors=[],
+        repeats=read_integer("repeats", repeats, 1, 1000, errors),
+        margin=read_text("margin", margin, errors),
+        price=read_optional(read_number, "price", price, errors),
+        out=directory,
+        plan_only=is_plan,
+        cluster=devices,
     )
-    result: Comparison = run_in_child("compare_recipes", request)
+    errors.raise_any("recipes", "out", "margin")
+    result: Comparison = run_in_child("compare_recipes", request._replace(errors=list(errors)))
     return result
 
 
+def _encode_variants(vary: object, errors: ConfigErrors) -> list[tuple[str, list[str]]]:
+    """Return the texts of the values of each key that varies."""
+    if vary is None:
+        return []
+    if not isinstance(vary, Mapping):
+        remedy = "use a mapping of lists, such as {'optim.lr': [1e-3, 3e-3]}"
+        errors.add("vary", "is not a mapping", remedy, value=show_value(vary))
+        return []
+    variants = []
+    for key, values in vary.items():
+        values = to_python(values)
+        if isinstance(values, list | tuple | range):
+            texts = [text for v in values for _, text in encode_overrides({key: v}, errors, "vary")]
+            variants.append((str(key), texts))
+        else:
+            rule, remedy = f"has no list of values for {key}", "use [1e-3, 3e-3]"
+            errors.add("vary", rule, remedy, value=show_value(values))
+    return variants
+
+
+@argument_names()
 def launch(
     recipe: str | os.PathLike[str], overrides: Overrides | None = None, *, on: str
 ) -> SubmittedJob:
@@ -259,12 +306,14 @@ def launch(
     from weft.train.machine import detect_machine
 
     errors = ConfigErrors()
+    name, kind = read_path("recipe", recipe, errors), read_text("on", on, errors)
+    errors.raise_any()
     pairs = encode_overrides(overrides, errors)
-    request = build_request(on, os.fspath(recipe), pairs, errors, detect_machine)
-    text = get_cluster(on).render(request)
-    print_warnings(on, request)
-    check_text(on, text)
-    return submit(on, request, text)
+    request = build_request(kind, name, pairs, errors, detect_machine)
+    text = get_cluster(kind).render(request)
+    print_warnings(kind, request)
+    check_text(kind, text)
+    return submit(kind, request, text)
 
 
 def load_model(
@@ -292,15 +341,18 @@ def load_model(
     from weft.tools.load_module import load_module
 
     errors = ConfigErrors()
+    location = read_path("path", path.path if isinstance(path, RunHandle) else path, errors)
+    chosen = read_optional(read_device, "device", device, errors)
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if parsed is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
         parsed = None
     if parsed is None and dtype is not None:
-        errors.add("dtype", "is not a floating dtype", "use float32 or bfloat16", value=str(dtype))
+        errors.add(
+            "dtype", "is not a floating dtype", "use float32 or bfloat16", value=show_value(dtype)
+        )
     errors.raise_any()
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    location = path.path if isinstance(path, RunHandle) else path
-    return load_module(os.fspath(location), parsed, torch.device(chosen))
+    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_module(location, parsed, chosen or default)
 
 
 def load_text_model(
@@ -322,13 +374,14 @@ def load_text_model(
     Raises:
         InvalidConfig: if there is no checkpoint, or no such template.
     """
-    import torch
-
     from weft.tools.text_model import load_text_model
 
-    path = run.path if isinstance(run, RunHandle) else Path(run)
-    chosen = None if device is None else torch.device(device)
-    return load_text_model(path, chosen, os.fspath(chat_template))
+    errors = ConfigErrors()
+    path = read_path("run", run.path if isinstance(run, RunHandle) else run, errors)
+    chosen = read_optional(read_device, "device", device, errors)
+    template = read_path("chat_template", chat_template, errors)
+    errors.raise_any()
+    return load_text_model(Path(path), chosen, template)
 
 
 @overload
@@ -345,6 +398,7 @@ def generate(
 ) -> list[str]: ...
 
 
+@argument_names()
 def generate(
     model: TextModel | RunHandle | str | os.PathLike[str],
     prompt: str | Conversation | list[str] = "",
@@ -385,51 +439,40 @@ def generate(
     Raises:
         InvalidConfig: if there is no checkpoint or no chat template, or an option is invalid.
     """
-    from weft.tools.generate import Sampling
+    from weft.tools.generate import Sampling, is_conversation
     from weft.tools.text_model import TextModel
 
+    errors = ConfigErrors()
     sampling = Sampling(
-        max_tokens=max_tokens,
-        repetition_penalty=repetition_penalty,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=seed,
+        max_tokens=read_integer("max_tokens", max_tokens, 0, MAX_COUNT, errors),
+        repetition_penalty=read_number("repetition_penalty", repetition_penalty, errors),
+        temperature=read_number("temperature", temperature, errors),
+        top_k=read_integer("top_k", top_k, 0, MAX_COUNT, errors),
+        top_p=read_number("top_p", top_p, errors),
+        min_p=read_number("min_p", min_p, errors),
+        stop=read_texts("stop", stop, errors),
+        seed=read_integer("seed", seed, 0, MAX_COUNT, errors),
     )
-    check_sampling(sampling, batch)
-    if isinstance(model, TextModel):
-        if device is not None:
-            rule, remedy = "is for a run that is not loaded yet", "give it to load_text_model"
-            raise InvalidConfig([ConfigError("device", str(device), rule, remedy)])
-    else:
-        model = load_text_model(model, device)
+    batch_size = read_integer("batch", batch, 1, MAX_COUNT, errors)
+    is_chat = read_flag("chat", chat, errors)
+    # Of values that have an error already, there is a second one under the command's name.
+    known = {f"--{error.key.replace('_', '-')}" for error in errors}
+    errors += [error for error in sampling.errors() if error.key not in known]
+    if isinstance(model, TextModel) and device is not None:
+        rule, remedy = "is for a run that is not loaded yet", "give it to load_text_model"
+        errors.add("device", rule, remedy, value=show_value(device))
     is_list = isinstance(prompt, list) and all(isinstance(text, str) for text in prompt)
-    is_conversation = isinstance(prompt, list) and not is_list
+    is_chat = is_chat or is_conversation(prompt)
+    if not (isinstance(prompt, str) or is_list or is_conversation(prompt)):
+        rule = "is neither a string, nor a list of strings, nor a list of messages"
+        remedy = "write a message as {'role': 'user', 'content': 'text'}"
+        errors.add("prompt", rule, remedy, value=show_value(prompt))
+    errors.raise_any()
+    loaded = model if isinstance(model, TextModel) else load_text_model(model, device)
     prompts = cast("list[Prompt]", prompt if is_list else [prompt])
-    results = model.complete(prompts, sampling, chat or is_conversation, batch)
+    results = loaded.complete(prompts, sampling, is_chat, batch_size)
     texts = [result.text for result in results]
     return texts if is_list else texts[0]
-
-
-def check_sampling(sampling: Sampling, batch: int) -> None:
-    """Check the options of `generate`.
-
-    Raises:
-        InvalidConfig: with every option that is invalid.
-    """
-    errors = ConfigErrors()
-    numbers = {k: v for k, v in vars(sampling).items() if isinstance(v, int | float)}
-    for name, value in numbers.items():
-        if not 0 <= value < float("inf"):
-            errors.add(name, "is not a number of at least 0", value=value)
-    if batch < 1:
-        errors.add("batch", "is not a number of at least 1", value=batch)
-    for error in sampling.errors():
-        name = error.key.removeprefix("--").replace("-", "_")
-        errors.add(name, error.rule, error.remedy, value=error.value)
-    errors.raise_any()
 
 
 def open_run(run_dir: str | os.PathLike[str]) -> RunHandle:
@@ -441,4 +484,7 @@ def open_run(run_dir: str | os.PathLike[str]) -> RunHandle:
     Raises:
         InvalidConfig: if it is not a run directory.
     """
-    return RunHandle(run_dir)
+    errors = ConfigErrors()
+    path = read_path("run_dir", run_dir, errors)
+    errors.raise_any()
+    return RunHandle(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.api.runs import HtmlPage
+from weft.config.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.estimate.forecast import Forecast
@@ -93,5 +94,5 @@ class Comparison:
     def report(self) -> HtmlPage:
         """Return the page of the comparison, with all runs."""
         if self.path is None:
-            raise FileNotFoundError("plans have a page only with out=DIRECTORY")
+            raise WeftError("a comparison of plans has a page only with out=DIRECTORY")
         return HtmlPage((self.path / "report.html").read_bytes())

@@ -41,25 +41,34 @@ def format_value(value: object) -> str:
     return value if isinstance(value, str) else format_toml(value)
 
 
+def to_toml_type(value: object) -> object:
+    """Return numbers, paths and dtypes of other libraries as numbers and strings."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    # Scalars and arrays of NumPy and PyTorch.
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value  # type: ignore[attr-defined]
+
+
 def format_toml(value: object) -> str:
     """Format a value as TOML, on one line.
 
     Raises:
         TypeError: if TOML has no such value.
     """
-    if callable(item := getattr(value, "item", None)):  # a number of NumPy or PyTorch
-        value = item()
+    value = to_toml_type(value)
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise TypeError("is an integer of more than 64 bits")
     if isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
         items = (f"{format_toml(str(k))} = {format_toml(v)}" for k, v in value.items())
         return f"{{{', '.join(items)}}}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return f"[{', '.join(map(format_toml, value))}]"
     raise TypeError(f"has the type {type(value).__name__}, which no key has")

@@ -172,7 +172,7 @@ def read_prompts(path: Path, errors: ConfigErrors, chat: bool = False) -> Sequen
             value = None
         name = "messages" if chat and isinstance(value, dict) and "messages" in value else "prompt"
         prompt = value.get(name) if isinstance(value, dict) else value
-        if isinstance(prompt, str) or (name == "messages" and _is_conversation(prompt)):
+        if isinstance(prompt, str) or (name == "messages" and is_conversation(prompt)):
             prompts.append(cast(Prompt, prompt))
         else:
             rule = f"line {number} is neither a JSON string nor an object with a prompt"
@@ -182,7 +182,8 @@ def read_prompts(path: Path, errors: ConfigErrors, chat: bool = False) -> Sequen
     return prompts
 
 
-def _is_conversation(messages: object) -> bool:
+def is_conversation(messages: object) -> bool:
+    """Return True for a list of messages, each with role and content."""
     return (
         isinstance(messages, list)
         and bool(messages)
