@@ -191,6 +191,8 @@ def test_fuzz_records_steps_that_overflow() -> None:
     jobs = [draw_job(1, index, pinned, 4) for index in range(24)]
     small = [job for job in jobs if job.overrides.get("parallel.ep_capacity_factor") == "1"]
     assert len(small) > 8
+    modes = [job.overrides.get("activation_checkpoint.mode") for job in small]
+    assert modes.count("budget") > 2
     layout = "--parallel.dp_shard 2 --parallel.ep 2 --parallel.ep_dispatch padded --model.kind moe"
     sizes = "--model.preset toy-moe --parallel.ep_capacity_factor 1 --train.seq_len 8"
     job = RandomJob(0, 0, (), dict(overrides(f"{layout} {sizes}".split())), {}, ranks=2, steps=1)

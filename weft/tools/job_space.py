@@ -379,6 +379,8 @@ def draw_job(
         overrides.setdefault("parallel.ep_dispatch", "padded")
         if overrides["parallel.ep_dispatch"] == "padded":
             overrides.setdefault("parallel.ep_capacity_factor", "1")
+            if rng.random() < 0.4:  # the budget must hold for other sizes than those it saw
+                overrides.setdefault("activation_checkpoint.mode", "budget")
     overrides = FIXED | {"train.seed": str(rng.randrange(4))} | overrides
     refusals: list[dict[str, Any]] = []
     overrides, case = _make_valid(overrides, [pinned, required], ranks, rng, refusals)
