@@ -23,6 +23,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -45,6 +46,8 @@ from weft.config.reader import recipe_names
 from weft.config.schema import keys
 
 MEMORY_BYTES = 6 << 30  # of address space, beyond what the process has
+MANY_FILES = 2000
+PATHS_SEED = "paths"
 STOP_SECONDS = 20.0  # for a command to end after an interrupt
 TEMPORARY = re.compile(r"\.(part|tmp|incomplete)\b|^\.?tmp|~$")
 
@@ -163,6 +166,15 @@ PATHS += ["empty.toml", "secret.toml", "secret", "recipe.toml", "prompts.jsonl",
 PATHS += ["chats.jsonl", "task.yaml", "questions.jsonl", "train.log", "new", "new/deep", "new.html"]
 PATHS += ["recipe.toml/x", "x" * 300, "org/name", "a/b/c", "*.txt", "text/*.txt", "text/**", "fifo"]
 RUNS = ["run", "run", "run/checkpoints/step-00000003", "damaged", "damaged"]
+# Paths on which a careless program hangs, runs out of memory, or fails with an odd error.
+HOSTILE = ["", ".", "..", "/", "-", "a\nb", "a\x00b", "caf\udce9", "x" * 300, "x/" * 3000, "fifo"]
+HOSTILE += ["socket", "pipes", "many", "loop", "dangling", "secret", "secret.toml", "secret/x"]
+HOSTILE += ["recipe.toml/x", "empty", "empty.toml", "random.bin", "new/", "/dev/zero", "/dev/full"]
+HOSTILE += ["/dev/stdin", "/proc/self/mem", "~no-such-user/x", "text", "run/metrics.jsonl", "s3://"]
+HOSTILE += ["loop/x", "pipes/job.toml", "run/checkpoints", "nothing://x", "file:///x"]
+# Names that commands look for in a directory: in "pipes" each is a FIFO.
+PIPES = ["job.toml", "metrics.jsonl", "plan.json", "config.json", "tokenizer.json", "a.txt"]
+PIPES += ["model.safetensors", "store.json", "index.json", "manifest.json", "events.jsonl"]
 # Values of the kind that an argument expects, by its metavar or name.
 KINDS: dict[str, list[str]] = {
     "RECIPE": ["demo", "demo", "moe-demo", "recipe.toml", "run", "run/job.toml", "lora", "damaged"],
@@ -202,6 +214,14 @@ BOUNDS = {
     ("verify",): ["--steps", "1", "--ranks", "2"],
 }
 # Options of work that may take longer than the limit; then the command is interrupted.
+PATH_KEYS = ("run.dir", "model.path", "data.path", "data.tokenizer", "data.chat_template")
+PATH_KEYS += (
+    "data.cache_dir",
+    "lora.path",
+    "checkpoint.dir",
+    "checkpoint.local_dir",
+    "data.mixture",
+)
 LONG = {"--serve", "--follow", "--search", "--fuzz", "--gpu-tour", "--network", "--full"}
 
 
@@ -240,7 +260,9 @@ def draw_value(action: argparse.Action, rng: random.Random) -> str:
 
 
 def draw_any(rng: random.Random) -> str:
-    return rng.choice(rng.choice((NUMBERS, TEXTS, URLS, PATHS, PATHS, ["damaged"], recipe_names())))
+    return rng.choice(
+        rng.choice((NUMBERS, TEXTS, URLS, PATHS, HOSTILE, ["damaged"], recipe_names()))
+    )
 
 
 def draw_override(rng: random.Random) -> list[str]:
@@ -304,6 +326,31 @@ def draw(seed: str, bounded: bool = True) -> Case:
     return case
 
 
+def path_cases() -> list[Case]:
+    """Return a command line for each argument and key of free text, and each hostile path."""
+    cases = []
+    for path, parser in leaves(build_parser()):
+        free = [a for a in parser._actions if a.nargs != 0 and not a.choices]
+        required = [a for a in free if not a.option_strings and a.nargs not in ("?", "*")]
+        for target in free:
+            others = {
+                a.dest: KINDS.get(str(a.metavar), KINDS.get(a.dest, ["1"]))[0]
+                for a in required
+                if a is not target
+            }
+            for value in HOSTILE:
+                words = [value if a is target else others[a.dest] for a in required]
+                if target.option_strings:
+                    words += [f"{target.option_strings[0]}={value}"]
+                elif target not in required:
+                    words += [value]
+                cases.append(Case([*path, *words, *BOUNDS.get(path, [])]))
+    for key in PATH_KEYS:
+        for command in (["train", "demo", "--dry-run"], ["data", "inspect", "demo"]):
+            cases += [Case([*command, f"--{key}={value}"]) for value in HOSTILE]
+    return cases
+
+
 # --------------------------------------------------------------------------- run
 
 
@@ -313,7 +360,7 @@ def prepare(case: Case, inputs: Path, directory: Path) -> str:
     shutil.copy(inputs / "recipe.toml", directory / "secret.toml")
     (directory / "secret").mkdir(mode=0)
     (directory / "secret.toml").chmod(0)
-    os.mkfifo(directory / "fifo")
+    make_special_files(directory, MANY_FILES if "many" in " ".join(case.words) else 0)
     name, seed = case.damage
     if not name:
         return ""
@@ -329,6 +376,20 @@ def prepare(case: Case, inputs: Path, directory: Path) -> str:
     spoil = rng.choice(SPOIL)
     spoil(victim, rng)
     return f"damaged: {spoil.__name__} of {victim.relative_to(directory)} from {name}"
+
+
+def make_special_files(directory: Path, count: int) -> None:
+    """Make what cannot be copied: FIFOs, a socket, links, and a directory of many files."""
+    os.mkfifo(directory / "fifo")
+    (directory / "pipes").mkdir()
+    for name in PIPES:
+        os.mkfifo(directory / "pipes" / name)
+    os.mknod(directory / "socket", stat.S_IFSOCK | 0o600)
+    (directory / "loop").symlink_to("loop")
+    (directory / "dangling").symlink_to("nowhere")
+    (directory / "many").mkdir()
+    for number in range(count):
+        (directory / "many" / f"{number}.txt").touch()
 
 
 def give_up_privileges() -> None:
@@ -502,8 +563,8 @@ def fuzz(
     Args:
         inputs: from `make_inputs`.
         scratch: directory that this function creates.
-        seed: of the command lines.
-        count: number of command lines.
+        seed: of the command lines; `PATHS_SEED`: those of `path_cases`.
+        count: number of command lines; 0: all of `path_cases`.
         bounded: see `draw`.
         limit: seconds of each command.
     """
@@ -526,8 +587,9 @@ def _main() -> None:
     inputs, scratch, seed, count, bounded, limit = json.loads(sys.argv[1])
     _import_modules()
     problems, log = [], os.environ.get("FUZZ_LOG")
-    for number in range(count):
-        case = draw(f"{seed} {number}", bounded)
+    paths = path_cases() if seed == PATHS_SEED else []
+    for number in range(count or len(paths)):
+        case = paths[number] if paths else draw(f"{seed} {number}", bounded)
         wrong, seconds = run_case(case, Path(inputs), Path(scratch) / "case", limit)
         if wrong:
             problems.append("\n".join([f"{seed} {number}: {case.words}", *wrong]))

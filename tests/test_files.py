@@ -13,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import ROOT
 from weft.config.errors import WeftError
-from weft.config.files import check_url, read_json, replace_bytes, sync_directory, write_durably
+from weft.config.files import (
+    check_url,
+    expand_path,
+    read_json,
+    replace_bytes,
+    sync_directory,
+    write_durably,
+)
 
 WRITERS = [replace_bytes, write_durably]
 Writer = Callable[[Path, bytes], None]
@@ -101,3 +109,14 @@ def test_check_url_with_credentials_is_refused(url: str, secret: bool) -> None:
     result = check_url("data.path", url)
     assert bool(result) == secret
     assert "abc" not in str(result)
+
+
+def test_expand_path_of_an_unknown_user_is_the_path_itself() -> None:
+    assert expand_path("~no-such-user/x") == Path("~no-such-user/x")
+    assert expand_path("~/x") == Path.home() / "x"
+
+
+def test_paths_of_users_are_expanded_without_an_exception() -> None:
+    """``Path.expanduser`` raises RuntimeError for a user that does not exist."""
+    files = (ROOT / "weft").rglob("*.py")
+    assert [str(file) for file in files if ").expanduser()" in file.read_text("utf-8")] == []

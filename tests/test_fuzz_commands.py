@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.command_fuzz import draw, fuzz, leaves, make_inputs
+from tests.command_fuzz import PATHS_SEED, draw, fuzz, leaves, make_inputs
 from weft.cli.main import build_parser, main
 from weft.tools.hf_convert import path_exists
 
@@ -41,6 +42,12 @@ def test_command_of_many_random_words_ends_with_a_message(
     assert fuzz(inputs, tmp_path / "fuzz", seed, MANY, bounded, limit=120) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_command_with_a_hostile_path_ends_with_a_message(inputs: Path, tmp_path: Path) -> None:
+    assert fuzz(inputs, tmp_path / "fuzz", PATHS_SEED, 0, bounded=True, limit=60) == []
+
+
 @pytest.mark.parametrize("text", ["x" * 300, "s3://bucket/run"])
 @pytest.mark.parametrize(
     "words", [["hang"], ["diff", "a"], ["report", "a", "--out"], ["data", "verify"], ["generate"]]
@@ -51,6 +58,23 @@ def test_path_that_cannot_be_opened_is_a_usage_error(
     with pytest.raises(SystemExit, match="2"):
         main([*words, text])
     assert f"{text!r} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["recipe", "from"], ["doctor", "--logs"]])
+@pytest.mark.parametrize("path", ["fifo", "/dev/zero"])
+def test_path_of_a_pipe_or_device_is_a_usage_error(
+    words: list[str],
+    path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    assert main([*words, path]) == 2
+    message = capsys.readouterr().err
+    assert f'="{path}"' in message
+    assert re.search("not a (regular )?file", message)
 
 
 def test_main_with_a_file_that_may_not_be_read_names_it(

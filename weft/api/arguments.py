@@ -45,7 +45,7 @@ def show_value(value: object) -> ShownValue:
 
 @contextmanager
 def argument_names() -> Iterator[None]:
-    """Name the arguments in errors as in Python: max_tokens, where a command has --max-tokens."""
+    """Name arguments in errors as in Python: max_tokens, not --max-tokens."""
     try:
         yield
     except InvalidConfig as invalid:
@@ -59,7 +59,7 @@ def argument_names() -> Iterator[None]:
 
 
 def to_python(value: object) -> Any:
-    """Return a scalar or array of NumPy or PyTorch as Python numbers, anything else as it is."""
+    """Return scalars and arrays of NumPy or PyTorch as Python numbers."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value  # type: ignore[attr-defined]
 
 

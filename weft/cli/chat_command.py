@@ -25,7 +25,6 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
@@ -33,6 +32,7 @@ from weft.cli.generate_command import add_sampling, read_sampling, write_backsla
 from weft.cli.option_values import run_path
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.escaping import raw_stream
+from weft.config.files import expand_path
 from weft.config.run_paths import absolute_dir
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def run_command(session: ChatSession, line: str) -> bool:
         notice("weft: the model has no chat template, so it has no system prompt")
     elif name == "/save" and argument:
         try:
-            session.save(Path(argument).expanduser())
+            session.save(expand_path(argument))
             notice(f"saved to {argument}")
         except (OSError, RuntimeError) as error:  # ~name without such a user
             notice(f"weft: {argument} cannot be written: {error}")

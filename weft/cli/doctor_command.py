@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import time
 from pathlib import Path
@@ -89,10 +90,10 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def check_network_options(options: argparse.Namespace, job: Job, errors: ConfigErrors) -> None:
-    """Add an error for a log that does not exist, and for --network on one node."""
+    """Add an error for a log that is not a file, and for --network on one node."""
     for path in options.logs:
-        if not Path(path).exists():
-            rule = "does not exist"
+        if not (Path(path).is_file() or Path(path).is_dir()):
+            rule = "is not a file" if os.path.lexists(path) else "does not exist"
             errors.add("--logs", rule, "name a log file or a run directory", value=path)
     if options.network and not errors:
         from weft.cluster.doctor import resolve_rendezvous

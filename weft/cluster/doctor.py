@@ -37,7 +37,7 @@ from weft.cluster.probes import (
     probe_store,
 )
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
-from weft.config.files import replace_text, write_json
+from weft.config.files import expand_path, replace_text, write_json
 from weft.config.locks import unwritable_error
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
@@ -162,7 +162,7 @@ def job_directories(job: Job) -> list[tuple[str, Path]]:
         "data.cache_dir": job.data.cache_dir,
     }
     return [
-        (key, Path(value).expanduser().absolute())
+        (key, expand_path(value).absolute())
         for key, value in directories.items()
         if value not in ("auto", "off") and "://" not in value
     ]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from weft.cluster.nccl_log import NcclLog, find_instance_type, parse_nccl_log
 from weft.cluster.node_facts import Facts, parse_version
+from weft.config.files import open_regular
 
 # Bytes of a log to read, half at its start, where NCCL names its network, half at its end.
 MAX_BYTES = 8 << 20
@@ -136,7 +137,7 @@ def _line_of(text: str, match: re.Match[str]) -> str:
 
 def read_log(path: Path) -> str:
     """Return a log, from the start of the newest process; empty if it is not readable."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_regular(path) as file:
         content = file.read(MAX_BYTES // 2)
         file.seek(max(len(content), path.stat().st_size - MAX_BYTES // 2))
         text = (content + file.read()).decode("utf-8", "replace")

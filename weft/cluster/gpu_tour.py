@@ -43,7 +43,7 @@ from weft.cluster.tour_stages import (
     resolve_keys,
 )
 from weft.config.errors import WeftError
-from weft.config.files import replace_text, write_json
+from weft.config.files import expand_path, replace_text, write_json
 from weft.config.locks import unwritable_error
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
@@ -109,7 +109,7 @@ def run_tour(
     """
     start = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    root = Path("" if job.run.dir == "auto" else job.run.dir).expanduser().absolute()
+    root = expand_path("" if job.run.dir == "auto" else job.run.dir).absolute()
     page = root / f"gpu-tour-{time.strftime('%Y%m%d-%H%M%S')}.md"
     results: list[StageResult] = []
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from weft.cluster.job_request import RUN_DIR, JobRequest
 from weft.config.errors import ConfigErrors
+from weft.config.files import expand_path
 
 # Every host of a HyperPod cluster with Slurm has this directory.
 HYPERPOD_DIR = Path("/opt/sagemaker_cluster")
@@ -39,7 +40,7 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     if not section.is_in_run_dir and "://" not in section.dir:
         paths["checkpoint.dir"] = section.dir
     for key, value in paths.items():
-        path = Path(os.path.realpath(Path(value).expanduser()))
+        path = Path(os.path.realpath(expand_path(value)))
         for directory, medium in VOLATILE_DIRS.items():
             if path.is_relative_to(directory):
                 rule = f"is on {medium} ({directory}), which HyperPod deletes with a replaced node"

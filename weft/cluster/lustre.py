@@ -26,6 +26,7 @@ from threading import Thread
 
 from weft.checkpoint.storage import is_remote
 from weft.config.errors import InvalidConfig
+from weft.config.files import expand_path
 from weft.config.formatting import display_path
 from weft.config.locks import unwritable_error
 from weft.config.mounts import find_mount
@@ -163,7 +164,7 @@ def list_lustre_files(locations: Iterable[str]) -> Iterator[str]:
     """Yield the files of locations on Lustre; skip all other locations."""
     is_lustre = cache(lambda directory: find_mount(directory).is_lustre)
     for location in locations:
-        path = Path(location).expanduser().absolute()
+        path = expand_path(location).absolute()
         is_file = path.is_file()
         if "://" in location or not is_lustre(path.parent if is_file else path):
             continue

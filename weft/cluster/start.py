@@ -40,7 +40,7 @@ from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_h
 from weft.cluster.run_files import intact_checkpoint_step, write_run_files
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.config.files import replace_bytes
+from weft.config.files import expand_path, replace_bytes
 from weft.config.formatting import display_path, format_count
 from weft.config.locks import lock_directory
 from weft.config.schema import Job
@@ -187,7 +187,7 @@ def check_start(
     with errors.collect():
         prediction, warning = predict_run(plan, detect_machine(plan.job.run), force)
     with errors.collect():
-        if download or not path or Path(path).expanduser().is_dir():
+        if download or not path or expand_path(path).is_dir():
             source = open_source(plan, force)
     errors.raise_any()
     return prediction, warning, source

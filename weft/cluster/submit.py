@@ -21,7 +21,7 @@ from typing import Any
 from weft.cluster.job_request import RUN_DIR, Cluster, JobRequest, is_active
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
-from weft.config.files import replace_text, write_json
+from weft.config.files import expand_path, replace_text, write_json
 from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.config.schema import replace as changed
@@ -104,7 +104,7 @@ def build_request(
         endpoint = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
         planned = changed(job, run={"nodes": nodes, "rendezvous": endpoint})
         plan = resolve_nodes(planned, machine, recipe, base, adopt_paths)
-        run_dir = Path(plan.run_dir).expanduser().absolute()
+        run_dir = expand_path(plan.run_dir).absolute()
         errors += check_data_is_named(plan)
         name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
     except InvalidConfig as error:

@@ -26,6 +26,11 @@ MAX_BYTES = 64 << 20  # of a file that is read at once
 MAX_ATTEMPTS = 8
 
 
+def expand_path(path: str | os.PathLike[str]) -> Path:
+    """Replace a leading ``~`` or ``~user``; the name of an unknown user stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file by UTF-8 text; see `replace_bytes`."""
     replace_bytes(path, text.encode())

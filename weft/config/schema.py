@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from weft.config.errors import MISSING
+from weft.config.files import expand_path
 
 
 class Section(BaseModel):
@@ -258,7 +259,7 @@ class DataSection(Section):
     @property
     def tokenizer_path(self) -> Path:
         """The file of a tokenizer that is not trained."""
-        return Path(self.tokenizer).expanduser()
+        return expand_path(self.tokenizer)
 
     @property
     def keeps_documents(self) -> bool:

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.files import expand_path
 from weft.config.schema import DataSection
 from weft.data.document_tokens import load_document_tokens
 from weft.data.render_limits import RenderLimitError, limit_rendering
@@ -433,7 +434,7 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
 
     directory = section.tokenizer_path.parent
     directories = [directory, directory / "huggingface"]
-    template_file = Path(section.chat_template).expanduser()
+    template_file = expand_path(section.chat_template)
     key, value = "data.chat_template", section.chat_template
     try:
         config = next(

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 from tokenizers import Tokenizer, processors
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.files import expand_path
 from weft.data.tokenizer import END_OF_TEXT
 
 # {"separator": ID, "start_tokens": [ID, ...]}; null: those that the tokenizer adds.
@@ -149,7 +150,7 @@ def load_document_tokens(tokenizer: Tokenizer, path: str | Path) -> DocumentToke
 
 def _directories(path: str | Path) -> list[Path]:
     """Return where files may be that name the tokens of a ``tokenizer.json``."""
-    directory = Path(path).expanduser().parent if isinstance(path, str) else path.parent
+    directory = expand_path(path).parent if isinstance(path, str) else path.parent
     return [directory, directory / IMPORTED_DIR] if str(path) else []
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.config.files import expand_path
 from weft.data.prepared_cache import collect_errors, raise_errors
 from weft.data.source import (
     HUB_SCHEME,
@@ -376,7 +377,7 @@ def _import_datasets(path: str) -> Any:
 
 
 def _divide_saved_dataset(path: str, size: int, column: str | None) -> list[FileFragment]:
-    directory = Path(path).expanduser().absolute()
+    directory = expand_path(path).absolute()
     if (directory / "dataset_dict.json").is_file():
         splits = [f.name for f in sorted(directory.iterdir()) if (f / "state.json").is_file()]
         if len(splits) != 1:

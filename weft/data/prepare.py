@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, truncate_list
 from weft.config.escaping import escape_controls
-from weft.config.files import write_durably
+from weft.config.files import expand_path, write_durably
 from weft.config.schema import DataSection
 from weft.data.chat import ChatEncoder, ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
@@ -318,7 +318,7 @@ def _load_shared_tokenizer(
     """Return the tokenizer of a store in the mixture, or train one on all texts."""
     stores = [path for path in section.mixture if is_store(path)]
     if stores:
-        file = Path(stores[0]).expanduser() / TOKENIZER_FILE
+        file = expand_path(stores[0]) / TOKENIZER_FILE
     else:
         text_corpora = [corpus for corpus in corpora if corpus is not None]
         # The last two determine the train text.
@@ -361,7 +361,7 @@ def _train_tokenizer(
 def cache_dir(section: DataSection) -> Path:
     """Return the directory that ``data.cache_dir`` names."""
     if section.cache_dir != "auto":
-        return Path(section.cache_dir).expanduser()
+        return expand_path(section.cache_dir)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "weft"
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Literal, NoReturn, cast
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig, lookup, truncate_list
-from weft.config.files import check_url, storage_options
+from weft.config.files import check_url, expand_path, storage_options
 from weft.config.run_paths import JOB_FILE, RUN_FILES
 from weft.data.token_store import STORE_FILE, is_store
 
@@ -188,7 +188,7 @@ def _detect_remote(url: str) -> SourceRef:
 
 
 def _detect_local(path: str) -> SourceRef:
-    root = Path(path).expanduser().absolute()
+    root = expand_path(path).absolute()
     try:
         if path == STDLIB:
             library = Path(sysconfig.get_path("stdlib"))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import write_durably
+from weft.config.files import expand_path, write_durably
 from weft.config.schema import DataSection
 from weft.data.document_tokens import (
     Affixes,
@@ -140,7 +140,7 @@ def load_encoder(path: str | Path, start_token: StartToken = "auto") -> Encoder:
         InvalidConfig: the file cannot be read, or has no separator or no start token.
     """
     tokenizer, digest = load_tokenizer(path)
-    entries, file = required_vocab_size(tokenizer), Path(path).expanduser()
+    entries, file = required_vocab_size(tokenizer), expand_path(path)
     tokens = load_document_tokens(tokenizer, path)
     affixes = find_document_affixes(tokenizer, path, start_token, tokens)
     return Encoder(

@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.files import expand_path
 from weft.data.tokenizer import load_tokenizer
 
 FORMAT = 1
@@ -248,7 +249,7 @@ def open_store(path: str | Path) -> Store:
     Raises:
         InvalidConfig: one error for each file that is missing, damaged or replaced.
     """
-    directory = Path(path).expanduser()
+    directory = expand_path(path)
     manifest = _read_manifest(directory)
     errors = []
     for shard in [*manifest.train.files, *manifest.validation.files]:

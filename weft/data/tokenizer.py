@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import describe_cause, open_regular
+from weft.config.files import describe_cause, expand_path, open_regular
 
 END_OF_TEXT = "<|endoftext|>"  # the separator of documents
 
@@ -25,7 +25,7 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
     Raises:
         InvalidConfig: the file is missing, or is not a tokenizer.
     """
-    file = Path(path).expanduser() if isinstance(path, str) else path
+    file = expand_path(path) if isinstance(path, str) else path
     remedy = "give the path of a tokenizer.json, or use train"
     try:
         with open_regular(file) as stream:

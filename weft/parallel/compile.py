@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.config.files import expand_path
 from weft.parallel.private import (
     collect_recompile_reasons,
     disable_recompile_limit,
@@ -48,7 +48,7 @@ def apply_compile(
         dynamic: compile for sizes that change; None: once one has changed.
         options: options of torch.compile for some of the blocks.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache_dir).expanduser())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(expand_path(cache_dir))
     for block in blocks:
         block.forward = torch.compile(
             block.forward,

@@ -42,6 +42,7 @@ from pydantic import (
 )
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
+from weft.config.files import expand_path
 from weft.config.reader import validation_rule
 from weft.plan.plan import Machine
 
@@ -53,7 +54,7 @@ BUILTIN_CLUSTERS = Path(__file__).with_name("clusters.toml")
 
 def user_cluster_files() -> tuple[Path, Path]:
     """Return the paths of the user's file and of weft's measurements."""
-    directory = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "weft"
+    directory = expand_path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "weft"
     return directory / "clusters.toml", directory / "calibrated.toml"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
+from weft.config.files import expand_path
 from weft.config.reader import check_section, read_job
 from weft.config.schema import POSITION_KEYS, Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
@@ -198,7 +199,7 @@ def read_imported(run_dir: Path) -> Job | None:
 
 def is_same_path(ours: str, theirs: str) -> bool:
     """Return True if a name means a saved ``model.path``, which may be gone."""
-    return theirs in (ours, os.path.abspath(Path(ours).expanduser()))
+    return theirs in (ours, os.path.abspath(expand_path(ours)))
 
 
 def is_complete(section: ModelSection) -> bool:
@@ -231,7 +232,7 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
     Raises:
         InvalidConfig: there is no such directory, or the Hub cannot be reached.
     """
-    local, name = Path(path).expanduser(), path.removeprefix("hf://")
+    local, name = expand_path(path), path.removeprefix("hf://")
     rule = "is not a directory" if local.exists() else "does not exist"
     if local.is_dir():
         return local

@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError
+from weft.config.files import read_text
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.document_tokens import find_affixes
@@ -253,8 +254,8 @@ def read_task(path: Path) -> ChoiceTask:
         rule, remedy = "needs PyYAML", "run pip install 'weft[eval]'"
         raise InvalidConfig([ConfigError("--task", str(path), rule, remedy)]) from error
     try:
-        tree = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         # The tag `!function` names code, which weft never runs: loading fails.
         rule = f"cannot be read: {str(error).splitlines()[0]}"
         raise InvalidConfig([ConfigError("--task", str(path), rule)]) from error
@@ -321,7 +322,7 @@ def _read_documents(tree: Json, path: Path, errors: ConfigErrors) -> list[Json]:
     for name in names:
         relative = path.parent / name
         try:
-            text = (relative if relative.exists() else Path(name)).read_text("utf-8")
+            text = read_text(relative if relative.exists() else Path(name))
             # Not splitlines: a JSON string may contain Unicode line separators.
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError, RecursionError) as error:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.files import describe_cause, read_text
 from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
 from weft.data.document_tokens import (
     IMPORTED_DIR,
@@ -158,9 +159,10 @@ def read_prompts(path: Path, errors: ConfigErrors, chat: bool = False) -> Sequen
     """
     try:
         # Not splitlines: a JSON string may contain Unicode line separators.
-        lines = path.read_text("utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        errors.add("--prompts", f"cannot be read: {error}", value=str(path))
+        lines = read_text(path).removesuffix("\n").split("\n")
+    except (OSError, ValueError) as error:
+        reason = describe_cause(error) if isinstance(error, OSError) else error
+        errors.add("--prompts", f"cannot be read: {reason}", value=str(path))
         return []
     if path.suffix != ".jsonl":
         return lines

@@ -9,6 +9,7 @@ from torch import nn
 
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigErrors
+from weft.config.files import expand_path
 from weft.config.schema import LoraSection
 from weft.parallel.lora import apply_lora
 from weft.plan.model_config import locate_model
@@ -33,7 +34,7 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
     Raises:
         InvalidConfig: if there is no model, or weft does not support it.
     """
-    local = Path(path).expanduser()
+    local = expand_path(path)
     is_weft = any((directory / "job.toml").is_file() for directory in (local, *local.parents[:2]))
     if local.exists() and is_weft and not (local / "config.json").is_file():
         module = load_unsharded(find_checkpoint(local), device)

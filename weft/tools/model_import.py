@@ -19,6 +19,7 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.storage import is_remote
 from weft.checkpoint.weight_files import Weight, open_weights
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.files import expand_path
 from weft.config.locks import hold_lock
 from weft.config.schema import POSITION_KEYS, ModelSection, replace
 from weft.data.document_tokens import IMPORTED_DIR
@@ -129,7 +130,7 @@ def import_source(plan: Plan, source: ModelSource | None, console: Console) -> P
     if Path(job.data.tokenizer) == source.files["tokenizer.json"].absolute():
         job = replace(job, data={"tokenizer": str(tokenizer)})
     else:  # the run's own tokenizer takes the place of the model's
-        given = {"tokenizer.json": Path(job.data.tokenizer).expanduser()}
+        given = {"tokenizer.json": expand_path(job.data.tokenizer)}
         source = source._replace(files={**source.files, **given})
     home = checkpoint_dir(job.checkpoint, run_dir)
 

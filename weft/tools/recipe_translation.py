@@ -20,6 +20,7 @@ from typing import Any
 import tomli_w
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.files import expand_path
 from weft.config.peer_configs import PeerConfig, load_peer_configs, read_peer_config
 from weft.config.peer_names import load_peer_answers, load_peer_names
 from weft.config.reader import check_section
@@ -246,7 +247,7 @@ def _set_length(t: Translation, key: str, value: Any, name: str) -> None:
 
 def _set_path(t: Translation, key: str, path: str, name: str, what: str) -> None:
     """Set the path of a file; if there is none here, ask for it."""
-    if path and Path(path).expanduser().exists():
+    if path and expand_path(path).exists():
         t.set(key, path, name)
     else:
         t.lack(name, path, f"no such {what} here: set {key} on the machine that has it")

@@ -28,7 +28,7 @@ from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.run_fingerprints import check_run_files
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
-from weft.config.files import check_url
+from weft.config.files import check_url, expand_path
 from weft.config.formatting import format_count, format_value
 from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, try_lock
 from weft.config.mounts import check_mount
@@ -167,7 +167,7 @@ def _absolute_paths(job: Job) -> Job:
         if value == word or "://" in value:
             return value
         try:
-            return str(Path(value).expanduser().absolute())
+            return str(expand_path(value).absolute())
         except RuntimeError:  # ~name without such a user: an ordinary name
             return str(Path(value).absolute())
 
@@ -175,7 +175,7 @@ def _absolute_paths(job: Job) -> Job:
         return value if is_user_function(value) else full(value, STDLIB)
 
     def model_path(value: str) -> str:
-        is_local = value != REQUIRED and Path(value).expanduser().exists()
+        is_local = value != REQUIRED and expand_path(value).exists()
         is_name = value == REQUIRED or HUB_NAME.fullmatch(value)
         return full(value, "") if is_local or not is_name else value
 
@@ -213,7 +213,7 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
     if data.cache_dir != "auto":
         errors += check_writable("data.cache_dir", data.cache_dir)
     if job.compile.enable:
-        compile_cache = str(Path(job.compile.cache_dir).expanduser())
+        compile_cache = str(expand_path(job.compile.cache_dir))
         errors += check_writable("compile.cache_dir", compile_cache)
     if job.checkpoint.saves_locally:
         errors += check_writable("checkpoint.local_dir", job.checkpoint.local_dir)
@@ -246,7 +246,7 @@ def _check_tokenizer(errors: ConfigErrors, value: str, plan: Plan | None) -> Non
 
 def check_tokenizer_run(tokenizer: str) -> list[ConfigError]:
     """Check the files beside a tokenizer, if it is that of a run with checkpoints."""
-    run_dir = Path(tokenizer).expanduser().parent
+    run_dir = expand_path(tokenizer).parent
     if not (run_dir / JOB_FILE).is_file():
         return []
     job, _, errors = read_job(str(run_dir / JOB_FILE))
