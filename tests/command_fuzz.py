@@ -144,7 +144,7 @@ PATHS = [
     ".",
     "..",
     "/proc/self",
-    "/dev/null",
+    "null",
     "/nowhere/x",
     "nowhere",
     "~",
@@ -169,8 +169,8 @@ RUNS = ["run", "run", "run/checkpoints/step-00000003", "damaged", "damaged"]
 # Paths on which a careless program hangs, runs out of memory, or fails with an odd error.
 HOSTILE = ["", ".", "..", "/", "-", "a\nb", "a\x00b", "caf\udce9", "x" * 300, "x/" * 3000, "fifo"]
 HOSTILE += ["socket", "pipes", "many", "loop", "dangling", "secret", "secret.toml", "secret/x"]
-HOSTILE += ["recipe.toml/x", "empty", "empty.toml", "random.bin", "new/", "/dev/zero", "/dev/full"]
-HOSTILE += ["/dev/stdin", "/proc/self/mem", "~no-such-user/x", "text", "run/metrics.jsonl", "s3://"]
+HOSTILE += ["recipe.toml/x", "empty", "empty.toml", "random.bin", "new/", "zero", "full"]
+HOSTILE += ["/proc/self/mem", "~no-such-user/x", "text", "run/metrics.jsonl", "s3://"]
 HOSTILE += ["loop/x", "pipes/job.toml", "run/checkpoints", "nothing://x", "file:///x"]
 # Names that commands look for in a directory: in "pipes" each is a FIFO.
 PIPES = ["job.toml", "metrics.jsonl", "plan.json", "config.json", "tokenizer.json", "a.txt"]
@@ -385,6 +385,12 @@ def make_special_files(directory: Path, count: int) -> None:
     for name in PIPES:
         os.mkfifo(directory / "pipes" / name)
     os.mknod(directory / "socket", stat.S_IFSOCK | 0o600)
+    # Never the devices in /dev: a command with a fault could replace them.
+    for name, minor in (("null", 3), ("zero", 5), ("full", 7)):
+        try:
+            os.mknod(directory / name, stat.S_IFCHR | 0o600, os.makedev(1, minor))
+        except PermissionError:  # only root makes devices
+            os.mkfifo(directory / name)
     (directory / "loop").symlink_to("loop")
     (directory / "dangling").symlink_to("nowhere")
     (directory / "many").mkdir()
@@ -546,8 +552,9 @@ def named(words: list[str]) -> set[str]:
     result = {*keys(), '"."', '"\\t"'}  # the path of an empty word; a tab
     for word in words:
         for part in (word, *word.partition("=")[::2]):
-            part = escape_controls(part.removeprefix("--") or word).strip()[:30]
-            result |= {part, part.replace("-", "_")}
+            name = part.removeprefix("--") or word
+            part = escape_controls(name).strip()[:30]
+            result |= {part, part.replace("-", "_"), json.dumps(name.rstrip("/"))[1:-1]}
     for path, parser in leaves(build_parser()):
         if tuple(words[: len(path)]) == path:
             for action in parser._actions:

@@ -111,6 +111,16 @@ def test_check_url_with_credentials_is_refused(url: str, secret: bool) -> None:
     assert "abc" not in str(result)
 
 
+@pytest.mark.parametrize("write", WRITERS)
+def test_write_to_a_pipe_is_an_error_and_leaves_it(write: Writer, tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        write(path, b"text")
+    assert path.is_fifo()
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_expand_path_of_an_unknown_user_is_the_path_itself() -> None:
     assert expand_path("~no-such-user/x") == Path("~no-such-user/x")
     assert expand_path("~/x") == Path.home() / "x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -75,6 +76,44 @@ def test_path_of_a_pipe_or_device_is_a_usage_error(
     message = capsys.readouterr().err
     assert f'="{path}"' in message
     assert re.search("not a (regular )?file", message)
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "demo", "--report"], ["recipe", "from", "config.json", "-o"]]
+)
+def test_output_to_a_pipe_or_device_is_an_error_and_leaves_it(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    assert main([*words, "fifo"]) == 2
+    assert '="fifo" is a pipe or a device. Name a file.' in capsys.readouterr().err
+    assert (tmp_path / "fifo").is_fifo()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "nothing://x"])
+@pytest.mark.parametrize("words", [["import"], ["import", "."], ["export", "a"]])
+def test_import_and_export_of_an_impossible_path_are_usage_errors(
+    words: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*words, name, *["new"] * (words == ["import"])]
+    try:
+        status = main(words)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    assert status == 2
+    assert json.dumps(name)[1:-1] in capsys.readouterr().err.replace("\\x00", "\\u0000")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "caf\udce9"])
+def test_import_to_a_name_with_control_characters_is_an_error(
+    name: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(inputs / "model"), str(tmp_path / name)]) == 2
+    assert "has control characters, or bytes that are not UTF-8" in capsys.readouterr().err
 
 
 def test_main_with_a_file_that_may_not_be_read_names_it(

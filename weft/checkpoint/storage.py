@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from weft.config.errors import InvalidConfig, WeftError
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import MAX_ATTEMPTS, check_url, storage_options, sync_directory
 
 # os.posix_fallocate would write all blocks on a file system without support.
@@ -44,6 +44,7 @@ def open_directory(location: str | Path) -> Path:
 
     Raises:
         WeftError: if the package for such URLs is not installed, or the URL contains credentials.
+        InvalidConfig: if no file system is known for the URL.
     """
     if "://" not in str(location):
         return Path(location)
@@ -56,6 +57,9 @@ def open_directory(location: str | Path) -> Path:
         assert directory.fs  # imports the file system's package
     except ImportError as error:
         raise WeftError(f"{location}: needs {error.name}: pip install 'weft[s3]'") from error
+    except ValueError as error:
+        rule, remedy = f"is not the URL of a store: {error}", "use s3://BUCKET/PATH"
+        raise InvalidConfig([ConfigError("directory", str(location), rule, remedy)]) from error
     return directory  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count, directory, local_path, run_path
+from weft.cli.option_values import count, directory, local_path, model_location, run_path
 from weft.config.errors import ConfigErrors
 from weft.config.run_paths import absolute_dir
 
@@ -39,7 +39,7 @@ def add_import(commands: Commands) -> None:
     add = add_command(commands, "import", run_import, takes_keys=False).add_argument
     text = "name on the Hugging Face Hub; or directory or s3://bucket/prefix with config.json, "
     text += "safetensors and tokenizer.json; or of an adapter that PEFT wrote"
-    add("source", metavar="MODEL", help=text)
+    add("source", metavar="MODEL", type=model_location, help=text)
     add("run_dir", metavar="RUN_DIR", type=local_path, help="new run directory")
     text = "accept a tokenizer far smaller than the model's vocabulary"
     add("--force", action="store_true", help=text)
@@ -81,16 +81,15 @@ def run_import(options: argparse.Namespace) -> None:
     from weft.checkpoint.storage import is_remote
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
-    from weft.plan.model_config import HUB_NAME, locate_model
+    from weft.plan.model_config import locate_model
     from weft.tools.adapter_path import locate_import
     from weft.tools.dcp_import import convert_checkpoint
     from weft.tools.hf_convert import check_out
     from weft.tools.hf_import import import_model
 
-    if HUB_NAME.fullmatch(options.source) and not Path(options.source).exists():
-        source = locate_model(options.source, with_weights=True, key="MODEL")
-    else:
-        source = directory(options.source)
+    source = options.source
+    if isinstance(source, str):
+        source = locate_model(source, with_weights=True, key="MODEL")
     console, errors, path = quiet_console(sys.stdout), ConfigErrors(), ""
     with ExitStack() as stack:
         if not is_remote(source) and is_distributed_checkpoint(source):

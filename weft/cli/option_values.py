@@ -38,6 +38,8 @@ def local_path(text: str) -> Path:
     """Parse the path of a file or directory of this machine; it need not exist."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is a URL; name a local path")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} contains a null character")
     path = Path(text)
     try:
         if path.is_dir():
@@ -57,6 +59,15 @@ def directory(text: str) -> Path:
     if "://" not in text:
         return local_path(text)
     return open_directory(text)
+
+
+def model_location(text: str) -> str | Path:
+    """Parse a model: a name on the Hub, a directory, or the URL of an object store."""
+    from weft.plan.model_config import HUB_NAME
+
+    if HUB_NAME.fullmatch(text) and not Path(text).exists():
+        return text
+    return directory(text)
 
 
 def run_path(text: str) -> Path:
@@ -81,6 +92,8 @@ def check_file(option: str, path: Path, errors: ConfigErrors) -> None:
         errors.add(option, rule, remedy, value=str(path))
     elif path.is_dir():
         errors.add(option, "is a directory", "name a file in it", value=str(path))
+    elif path.exists() and not path.is_file():
+        errors.add(option, "is a pipe or a device", "name a file", value=str(path))
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -219,7 +219,8 @@ def measure_rates(path: Path, size: int) -> tuple[float, float, str]:
 
 def probe_directory(key: str, directory: Path, size: int) -> Directory:
     """Write and read a temporary file in a directory or its nearest ancestor."""
-    existing = next(p for p in (directory, *directory.parents) if os.path.isdir(p)).resolve()
+    above = next(path for path in (directory, *directory.parents) if os.path.isdir(path))
+    existing = Path(os.path.realpath(above))
     mount = find_mount(existing)
     result = Directory(key, str(directory), mount.kind, mount.options)
     if mount.source == S3_MOUNT:

@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 8
 
 
 def expand_path(path: str | os.PathLike[str]) -> Path:
-    """Replace a leading ``~`` or ``~user``; the name of an unknown user stays as it is."""
+    """Replace a leading ``~`` or ``~user``; an unknown user's name stays."""
     return Path(os.path.expanduser(path))
 
 
@@ -57,6 +57,9 @@ def write_durably(path: Path, data: bytes | memoryview[Any]) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.stat().st_mode):  # root could replace a device of the machine
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     # Other nodes may write the same file.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     try:

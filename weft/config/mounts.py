@@ -47,7 +47,7 @@ def find_mount(path: Path, mounts: str | None = None) -> Mount:
             mounts = MOUNTS_FILE.read_text("utf-8", "surrogateescape")
         except OSError:
             return Mount()
-        path = existing_parent(path).resolve()
+        path = Path(os.path.realpath(existing_parent(path)))
     best, result = "", Mount()
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")

@@ -31,7 +31,7 @@ RUN_FILES = ("metrics.jsonl", "checkpoints")
 
 def absolute_dir(path: Path) -> Path:
     """Return an absolute path, as the user spelled it if it has no '..'."""
-    return path.resolve() if ".." in path.parts else path.absolute()
+    return Path(os.path.realpath(path)) if ".." in path.parts else path.absolute()
 
 
 def run_directory(path: Path) -> Path:

@@ -109,7 +109,7 @@ class RunReader:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.name = run_dir.resolve().name
+        self.name = os.path.basename(os.path.realpath(run_dir))
         self.columns: dict[str, Floats] = {}
         self.damaged = self.damaged_events = 0
         self.unreadable: dict[str, str] = {}

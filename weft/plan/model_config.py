@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
-from weft.config.files import expand_path
+from weft.config.files import expand_path, open_regular
 from weft.config.reader import check_section, read_job
 from weft.config.schema import POSITION_KEYS, Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
@@ -296,7 +296,8 @@ def _read_model(directory: Path, path: str) -> ModelSection:
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES:,} bytes")
-        tree = json.loads(file.read_bytes())
+        with open_regular(file) as content:
+            tree = json.loads(content.read())
     except FileNotFoundError:
         rule = "has neither config.json nor job.toml"
     except (OSError, ValueError, RecursionError) as error:

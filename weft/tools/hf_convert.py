@@ -28,6 +28,7 @@ from weft.checkpoint.weight_files import (
     write_weight_files,
 )
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
+from weft.config.escaping import is_one_line
 from weft.data.document_tokens import (
     IMPORTED_DIR,
     find_affixes,
@@ -78,7 +79,10 @@ MAX_FILE_BYTES = 100_000_000  # of any file except the weights
 
 def check_out(errors: ConfigErrors, key: str, out: Path, num_bytes: int) -> None:
     """Check that a directory can be created, with space for ``num_bytes``."""
-    if path_exists(out):
+    if not is_remote(out) and not is_one_line(str(out)):
+        rule = "has control characters, or bytes that are not UTF-8"
+        errors.add(key, rule, "use another name", value=str(out))
+    elif path_exists(out):
         errors.add(key, "exists already", "name a new directory", value=str(out))
     elif not is_remote(out):
         unwritable = check_writable(key, str(out))

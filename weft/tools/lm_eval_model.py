@@ -12,6 +12,7 @@ export have the same scores.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
         self, path: str, batch_size: int | str = 8, device: str | None = None, **ignored: Any
     ) -> None:
         super().__init__()
-        checkpoint = find_checkpoint(Path(path).resolve())
+        checkpoint = find_checkpoint(Path(os.path.realpath(path)))
         if device == HARNESS_DEFAULT_DEVICE and not torch.cuda.is_available():
             device = None
         self.model = load_local_model(checkpoint, torch.device(device) if device else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -138,7 +139,7 @@ def load_text_model(
     Raises:
         InvalidConfig: if there is no checkpoint, or no such template.
     """
-    checkpoint = find_checkpoint(path.resolve())
+    checkpoint = find_checkpoint(Path(os.path.realpath(path)))
     return TextModel(load_local_model(checkpoint, device), checkpoint, template)
 
 

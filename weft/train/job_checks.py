@@ -278,6 +278,8 @@ def _check_checkpoint_dir(errors: ConfigErrors, value: str) -> bool:
     else:
         try:
             open_directory(value).exists()
+        except InvalidConfig as invalid:
+            errors.add(key, invalid.errors[0].rule, invalid.errors[0].remedy)
         except Exception as error:  # the client of the object store may raise anything
             rule = f"cannot be reached: {type(error).__name__}: {error}"
             errors.add(key, rule, "check AWS_ENDPOINT_URL, AWS_PROFILE and ~/.aws")
