@@ -59,7 +59,7 @@ JOB: Overrides = [
     ("monitor.eval_prompts", '["def ", "import os"]'),
 ]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-MAX_SECONDS = 6.0  # from the start to a signal
+MAX_SECONDS = 9.0  # from the start to a signal
 STEP_SECONDS = 0.8  # at least, also of as many microbatches of an evaluation
 # A sleep needs no processor, and rank 0 delays all.
 FAULT = '[{site = "microbatch", kind = "slow", seconds = %f, times = 1000000}]'

@@ -122,9 +122,10 @@ def test_time_limit_stops_and_resumes_bit_for_bit(
     limited = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "4", "--optim.schedule", "linear"]
     completed = run_weft([*limited, "--resilience.time_limit", "0.001"], tmp_path)
     assert completed.returncode == REQUEUE, completed.stderr
-    # The limit may end before the first step, or after some.
-    assert "stopped; " in completed.stdout
-    assert "run the same command to" in completed.stdout
+    # The limit is over before the first step, which is completed: each start makes progress.
+    assert "resilience.time_limit: saved step 1 " in completed.stdout
+    assert "stopped; run the same command to resume from" in completed.stdout
+    assert "SIG" not in completed.stdout
     statuses, out = run_joined(limited, tmp_path, 1)
     assert statuses == [0], out
     full = reference_run(limited, tmp_path, store_path)

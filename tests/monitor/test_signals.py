@@ -74,6 +74,7 @@ def assert_equal_runs(directory: Path, reference: Path) -> None:
 
 
 TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
+ALRM = int(signal.SIGALRM)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,8 @@ TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
     [
         ("step", 1, 2, TERM),
         ("checkpoint.shards", 1, 8, USR1),
+        # The launcher's time limit: it counts after the first step of a start.
+        ("step", 1, 2, ALRM),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -109,6 +112,10 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     saved = checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1])
     assert saved == records(tmp_path)[-1]["step"]
     assert saved <= last
+    if number == ALRM:
+        assert saved >= 1
+        stops = [event["text"] for event in read_event_log(tmp_path)[0] if event["kind"] == "stop"]
+        assert stops[0].startswith("resilience.time_limit: saved step ")
     # The resumed run equals an undisturbed one.
     call = (overrides, str(store_path), 0, str(tmp_path))
     assert run_ranks(train_with_a_signal, 2, *call) == [True, True]

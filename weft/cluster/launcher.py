@@ -34,7 +34,7 @@ from weft.cluster.rank_exit import log_path, process_status, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
 from weft.config.schema import flatten
 from weft.monitor.process import PYTHON, single_host_env
-from weft.monitor.signals import STOP_SIGNALS
+from weft.monitor.signals import STOP_SIGNALS, TIME_LIMIT_SIGNAL
 from weft.plan.plan import Plan
 from weft.train.environment import is_loopback
 
@@ -280,31 +280,34 @@ def forward_signals(
     """Forward the first stop signal to the ranks; the second signal kills them.
 
     The ranks always receive SIGTERM: SIGINT would end a Python process that has not installed its
-    handlers yet.  Each rank has its own session, so Ctrl-C on a terminal does not reach it.
+    handlers yet.  Each rank has its own session, so Ctrl-C on a terminal does not reach it.  After
+    the time limit they receive `TIME_LIMIT_SIGNAL`, because they complete a first step before they
+    stop; a stop signal that follows counts as the first one.
 
     Args:
-        limit: seconds after which a stop signal is raised here; 0: never.
+        limit: time limit in seconds; 0: none.
         is_waiting: returns True while no ranks are running.
         log: receives an explanation of Ctrl-C.
         other_children: child processes that are not ranks.
 
     Yields:
-        The list of stop signals received.
+        The list of signals received.
     """
     received: list[int] = []
-    first_time = 0.0  # of the first signal
-    stop_requested, is_over = threading.Event(), threading.Event()
+    first_time = 0.0  # of the first stop signal
+    is_over = threading.Event()
+    requests = {number: threading.Event() for number in (signal.SIGTERM, TIME_LIMIT_SIGNAL)}
 
-    def stop_ranks() -> None:
-        stop_requested.wait()
+    def stop_ranks(number: signal.Signals) -> None:
+        requests[number].wait()
         if not is_over.is_set():
-            if received[0] == signal.SIGINT:
+            if number == signal.SIGTERM and signal.SIGINT in received:
                 log(STOP_MESSAGE)
-            forward_signal(signal.SIGTERM, is_over, other_children)
+            forward_signal(number, is_over, other_children)
 
     def handle(number: int, frame: object) -> None:
         nonlocal first_time
-        if received:
+        if first_time:
             if time.monotonic() < first_time + DUPLICATE_SIGNAL_SECONDS:
                 return
             raise SignalException("a second signal", signal.SIGKILL)
@@ -312,30 +315,39 @@ def forward_signals(
         received.append(number)
         if is_waiting():
             raise Requeue("stopped")
-        stop_requested.set()
+        requests[signal.SIGTERM].set()
+
+    def handle_time_limit(number: int, frame: object) -> None:
+        received.append(number)
+        if is_waiting():
+            raise Requeue("stopped after resilience.time_limit")
+        requests[TIME_LIMIT_SIGNAL].set()
 
     def expire() -> None:
         if not received:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), TIME_LIMIT_SIGNAL)
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    before[TIME_LIMIT_SIGNAL] = signal.signal(TIME_LIMIT_SIGNAL, handle_time_limit)
     timer = threading.Timer(limit, expire)
     timer.daemon = True
     if limit:
         timer.start()
-    threading.Thread(target=stop_ranks, daemon=True).start()
+    for each in requests:
+        threading.Thread(target=stop_ranks, args=(each,), daemon=True).start()
     try:
         yield received
     finally:
         is_over.set()
-        stop_requested.set()  # ends the thread
+        for event in requests.values():
+            event.set()  # ends the thread
         timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def forward_signal(
-    number: int,
+    number: signal.Signals,
     is_over: threading.Event,
     excluded: Collection[int],
     targets: Collection[int] | None = None,

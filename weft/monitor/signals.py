@@ -33,9 +33,11 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+TIME_LIMIT_SIGNAL = signal.SIGALRM  # from the launcher, after ``resilience.time_limit``
 
 _received: list[tuple[float, str]] = []  # time and name of the stop signals of this process
 _arrived: list[float] = []  # their times, if a thread noticed them before the handler
+_expired: list[float] = []  # time at which the launcher's time limit was over
 
 
 def listen() -> None:
@@ -49,6 +51,7 @@ def listen() -> None:
     threading.Thread(target=_note_times, args=(reader,), name="weft-signals", daemon=True).start()
     for number in STOP_SIGNALS:
         signal.signal(number, _note_signal)
+    signal.signal(TIME_LIMIT_SIGNAL, _note_time_limit)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
 
@@ -61,6 +64,10 @@ def _note_times(reader: int) -> None:
 
 def _note_signal(number: int, frame: object) -> None:
     _received.append((time.time(), signal.Signals(number).name))
+
+
+def _note_time_limit(number: int, frame: object) -> None:
+    _expired.append(time.time())
 
 
 class StopRequested(Exception):
@@ -146,8 +153,11 @@ class RankConsensus:
         if _received:
             seconds, name = _received[0]
             return StopReason(min([seconds, *_arrived[:1]]), name)
-        if self._deadline is not None and self._has_step and time.time() > self._deadline:
-            return StopReason(self._deadline, "resilience.time_limit")
+        over = [*_expired[:1]]
+        if self._deadline is not None and time.time() > self._deadline:
+            over.append(self._deadline)
+        if over and self._has_step:
+            return StopReason(min(over), "resilience.time_limit")
         return None
 
 
