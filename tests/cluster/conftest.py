@@ -299,7 +299,7 @@ def _call_main(
         part.write_text(str(os.getpid()))
         part.rename(pid)
     try:
-        status = main(words)
+        status = main()
     except SystemExit as error:
         status = error.code  # type: ignore[assignment]
     except BaseException:

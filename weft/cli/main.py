@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from textwrap import indent
@@ -91,6 +92,10 @@ def main(argv: list[str] | None = None) -> int:
         return USAGE_ERROR
     if directory not in sys.path:
         sys.path.append(directory)  # for the user's module:attribute
+    is_rank = "RANK" in os.environ  # which its launcher ends
+    if argv is None and not is_rank:
+        # As Ctrl-C, so that a command deletes its incomplete files; 'weft train' has its own.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = sys.argv[1:] if argv is None else argv
     try:
         parser = build_parser()
@@ -116,5 +121,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"weft: {error.filename}: {describe_cause(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        if not is_rank:
+            print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED

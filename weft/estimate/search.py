@@ -309,12 +309,21 @@ def open_tracer(stack: ExitStack) -> Tracer:
     """Return a function that traces several candidates in parallel processes.
 
     A process can hold only one fake process group.  The processes start now, and end with
-    ``stack``.
+    ``stack``; after an exception, such as an interrupt, at once.
     """
     if (os.cpu_count() or 1) == 1:
         return lambda tasks: [trace_candidate(task) for task in tasks]
+    before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"), _init_worker)
-    stack.callback(pool.shutdown, cancel_futures=True)
+
+    def end(error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            for process in multiprocessing.active_children():
+                if process not in before:
+                    process.kill()
+        pool.shutdown(cancel_futures=True)
+
+    stack.push(end)
     for _ in range(WORKERS):
         pool.submit(int)
     return lambda tasks: pool.map(trace_candidate, tasks)
