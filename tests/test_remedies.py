@@ -37,10 +37,14 @@ from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_json
 from weft.config.reader import read_job
 from weft.config.writer import to_toml
+from weft.estimate.cost import device_spec
+from weft.estimate.forecast import forecast
+from weft.estimate.memory_check import memory_error
 from weft.models import FAMILIES
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
 from weft.plan.model_config import resolve_section
 from weft.plan.plan import Machine
+from weft.plan.resolve import resolve_nodes
 from weft.tools.job_space import candidate_values, list_keys
 from weft.train.job_checks import FIXED, prepare_job
 
@@ -302,6 +306,45 @@ def test_remedies_of_launches_are_followed(tmp_path: Path, monkeypatch: pytest.M
             assert follower.provoke(on, words), case
     assert not follower.failed, "\n".join(follower.failed.values())
     assert follower.followed > 50
+
+
+# --------------------------------------------------------------------------- memory
+
+TOO_LARGE = [
+    ("demo", "train.microbatch_size=32", 2.0),
+    ("demo", "", 1.0),
+    ("demo", "lora.rank=4", 1.0),
+    ("demo", "optim.name=muon", 1.0),
+    ("demo", "parallel.pp=2 model.num_layers=4", 1.0),
+    ("moe-demo", "train.microbatch_size=32", 2.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "text", "gib"), TOO_LARGE)
+def test_remedies_of_too_little_memory_are_followed(recipe: str, text: str, gib: float) -> None:
+    """Each is accepted, and lowers the predicted memory until the run fits."""
+    machine = Machine("cpu", devices=8, memory_bytes=int(gib * 2**30))
+    needed: list[int] = []
+
+    def attempt(recipe: str, overrides: Overrides) -> list[ConfigError]:
+        job, base, errors = read_job(recipe, overrides)
+        try:
+            errors.raise_any()
+            plan = resolve_nodes(job, machine, recipe, base)
+        except InvalidConfig as invalid:
+            return invalid.errors
+        prediction = forecast(plan, machine, device_spec(plan, machine))
+        needed.append(prediction.needed_bytes)
+        return [] if prediction.fits else [memory_error(plan, machine, prediction)]
+
+    follower = Follower(attempt, any_key=True)
+    given = f"run.nproc_per_node=2 train.global_batch_size=64 {text}"
+    errors = follower.provoke(recipe, tuple(word.partition("=")[::2] for word in given.split()))
+    assert [error.key for error in errors] == ["memory"]
+    assert not follower.failed, "\n".join(follower.failed.values())
+    assert follower.followed
+    assert max(needed[1:]) < needed[0]
 
 
 # --------------------------------------------------------------------------- resume

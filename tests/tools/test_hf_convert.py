@@ -769,7 +769,11 @@ NAN = torch.tensor([float("nan")] * 16)
             with_json("config.json", num_hidden_layers=2**31 - 1),
             "must be an integer from 1 to 10,000",
         ),
-        (with_json("config.json", tie_word_embeddings=True), "lm_head.weight is not a weight"),
+        (
+            with_json("config.json", tie_word_embeddings=True),
+            "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them. Set "
+            "tie_word_embeddings to false",
+        ),
         (with_json("config.json", vocab_size=128), "model.vocab_size is 128"),
         (with_json("config.json", vocab_size=600), "has 512 entries, but the model 600: more than"),
         # The tokenizer.
@@ -818,6 +822,25 @@ def test_import_undamaged_directory_is_accepted(store_path: Path, tmp_path: Path
     (directory / "model.safetensors").symlink_to(tmp_path / "blob")
     import_model(directory, tmp_path / "run", ignore_progress)
     assert_same_bits(tiny_weights(), of_model(newest_state(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_import_of_tied_files_follows_the_remedy(
+    has_head: bool, store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head of a tied model may be in the files, as a copy, or not."""
+    directory = tiny_dir(tmp_path / "hf", store_path / "tokenizer.json")
+    embedding = tiny_weights()["model.embed_tokens.weight"]
+    with_weights(lm_head__weight=embedding.clone() if has_head else None)(directory)
+    if not has_head:
+        assert main(["import", str(directory), str(tmp_path / "run")]) == 2
+        message = capsys.readouterr().err
+        assert "lm_head.weight is in none of the files. Set tie_word_embeddings to true" in message
+    with_json("config.json", tie_word_embeddings=True)(directory)
+    import_model(directory, tmp_path / "run", ignore_progress)
+    weights = of_model(newest_state(tmp_path / "run"))
+    torch.testing.assert_close(weights["model.embed_tokens.weight"], embedding, rtol=0, atol=0)
+    assert "lm_head.weight" not in weights
 
 
 def test_import_existing_directory_is_not_changed(store_path: Path, tmp_path: Path) -> None:

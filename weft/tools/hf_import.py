@@ -466,6 +466,10 @@ def _check_shapes(
         errors.add(key, rule, "download both again", value=config.num_layers)
         return
     expected = list_hf_tensors(family, config)
+    head = "lm_head.weight"
+    for tensor in [t for t in expected.values() if t[1:3] == (("embed_tokens.weight",), "whole")]:
+        # Some programs save a tied head, too.
+        expected.setdefault(head, tensor._replace(kind="copy"))
     quantized = list_quantized(expected, mapping, contents)
     shapes = {name: tuple(t.shape) for name, t in expected.items() if name not in quantized}
     for name, (blocks, scales) in quantized.items():
@@ -474,14 +478,16 @@ def _check_shapes(
     prefixes = tuple(f"model.layers.{config.num_layers + i}." for i in skipped)
     for name in tensors.keys() - shapes.keys():
         remedy = "use weights and config.json of one model"
-        if name == "lm_head.weight":
-            remedy = "set tie_word_embeddings to false in config.json if it is not the embedding"
         if not DERIVED.fullmatch(name) and not name.startswith(prefixes):
             errors.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
     for name, shape in shapes.items():
         if name not in tensors:
             if name not in expected or expected[name].kind != "copy":
-                errors.add(name, "is in none of the files", "download them again")
+                remedy = "download them again"
+                if name == head:  # alone, it is no accident
+                    remedy = "set tie_word_embeddings to true in config.json, so that the model "
+                    remedy += "uses its embedding, or download the files again"
+                errors.add(name, "is in none of the files", remedy)
             continue
         tensor = tensors[name]
         if tensor.shape != shape:
@@ -497,4 +503,7 @@ def _check_shapes(
     if not errors and (pair := find_differing_copy(expected, contents)):
         rule = f"differs from {pair[1]}, which layers of multi-token prediction share in weft"
         remedy = "leave out these layers: --model.mtp_layers 0, or weft import --no-mtp"
+        if pair[0] == head:
+            rule = f"differs from {pair[1]}, but config.json ties them"
+            remedy = "set tie_word_embeddings to false in config.json"
         errors.add(pair[0], rule, remedy)
