@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,10 +248,31 @@ def test_prepare_each_mistake_is_reported_with_its_location(tmp_path: Path) -> N
     assert "b.jsonl, line 70001: byte 10: not UTF-8" in refusal
     assert "and 12 more" in refusal
     assert "data.invalid_utf8=skip" in refusal
-    assert "set data.text_field to the field with the text (for chats: data.format=chat)" in refusal
     for name in ("a", "b"):
         (directory / f"{name}.jsonl").unlink()
     assert "c.jsonl.gz, line 1001: the compressed file is truncated" in refused(tmp_path, directory)
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"id": 1, "body": "y"}, "Use data.text_field=body, or repair them."),
+        ({"doc": {"body": "y", "n": 1}}, "Use data.text_field=doc.body, or repair them."),
+        ({"n": 1}, "Set data.text_field to the field with the text, or repair them."),
+        ({"messages": []}, "Use data.format=chat, or repair them."),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "Use data.format=preferences and train.objective=dpo, or repair them.",
+        ),
+    ],
+)
+def test_prepare_rows_without_the_field_names_the_key_that_reads_them(
+    row: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "a.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    assert refused(tmp_path, directory).endswith(remedy)
 
 
 def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ files change the assignment, and all copies are in the same split.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -330,11 +331,22 @@ def _check_invalid_records(
     remedy = "repair them"
     if any("UTF-8" in line or "half a character" in line for line in lines):
         remedy += ", or set data.invalid_utf8=skip or replace for text that is not UTF-8"
-    if any("field" in line for line in lines):
-        remedy += (
-            ", or set data.text_field to the field with the text (for chats: data.format=chat)"
-        )
+    if any("field" in line for line in lines) and 2 * count > sum(scan.lines for scan in scans):
+        records = [record for scan in scans for record in scan.invalid_records]
+        remedy = f"{_field_remedy(lines, records)}, or {remedy}"
     raise path_error(path, f"{rule}:\n  " + truncate_list(lines, "\n  ", count), remedy)
+
+
+def _field_remedy(lines: Sequence[str], records: Sequence[InvalidRecord]) -> str:
+    """Return the keys that read rows without the field of text."""
+    formats = {found for line in lines for found in re.findall(r"use --data.format (\w+)", line)}
+    if formats:
+        is_chat = formats != {"preferences"}
+        return f"use data.format={'chat' if is_chat else 'preferences and train.objective=dpo'}"
+    names = set.intersection(*(set(record.text_fields) for record in records))
+    if not names:
+        return "set data.text_field to the field with the text"
+    return "use " + " or ".join(f"data.text_field={name}" for name in sorted(names))
 
 
 # --------------------------------------------------------------------------- tokenizing

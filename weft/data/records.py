@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from weft.data.fragments import (
@@ -34,11 +34,15 @@ Invalid = Literal["error", "replace", "skip"]
 
 
 class InvalidRecord(NamedTuple):
-    """Reason why a line or row is not a document; if fatal, reading stops."""
+    """Reason why a line or row is not a document; if fatal, reading stops.
+
+    ``text_fields``: the fields with text of a row without the wanted one.
+    """
 
     number: int
     reason: str
     is_fatal: bool = False
+    text_fields: tuple[str, ...] = ()
 
 
 class Document(NamedTuple):
@@ -172,6 +176,14 @@ def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
     return b"", size
 
 
+def _text_fields(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields with text, and those one level below: ``doc.text``."""
+    for name, value in record.items():
+        inner = value if isinstance(value, dict) else {}
+        yield from [name] if isinstance(value, str) else []
+        yield from (f"{name}.{each}" for each, text in inner.items() if isinstance(text, str))
+
+
 _decode = json.JSONDecoder().decode
 
 
@@ -200,7 +212,8 @@ def _parse_document(
     try:
         value = find_field(record, field)
     except KeyError:
-        return InvalidRecord(number, f"has no field {field!r}; {describe_fields(field, record)}")
+        reason = f"has no field {field!r}; {describe_fields(field, record)}"
+        return InvalidRecord(number, reason, text_fields=tuple(_text_fields(record)))
     if value is None:
         return Document(number, b"")
     if not isinstance(value, str):

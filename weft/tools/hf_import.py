@@ -467,9 +467,9 @@ def _check_shapes(
         return
     expected = list_hf_tensors(family, config)
     head = "lm_head.weight"
-    for tensor in [t for t in expected.values() if t[1:3] == (("embed_tokens.weight",), "whole")]:
+    for own in [t for t in expected.values() if t[1:3] == (("embed_tokens.weight",), "whole")]:
         # Some programs save a tied head, too.
-        expected.setdefault(head, tensor._replace(kind="copy"))
+        expected.setdefault(head, own._replace(kind="copy"))
     quantized = list_quantized(expected, mapping, contents)
     shapes = {name: tuple(t.shape) for name, t in expected.items() if name not in quantized}
     for name, (blocks, scales) in quantized.items():
