@@ -93,10 +93,11 @@ def main(argv: list[str] | None = None) -> int:
     if directory not in sys.path:
         sys.path.append(directory)  # for the user's module:attribute
     is_rank = "RANK" in os.environ  # which its launcher ends
-    if argv is None and not is_rank:
-        # As Ctrl-C, so that a command deletes its incomplete files; 'weft train' has its own.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = sys.argv[1:] if argv is None else argv
+    if argv is None and not is_rank and words[:1] != ["train"]:
+        # As Ctrl-C, so that a command deletes its incomplete files.  'weft train' has handlers of
+        # its own; until it installs them, SIGTERM must end it with a status that is requeued.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         parser = build_parser()
         if not words:

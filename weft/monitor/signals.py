@@ -10,8 +10,9 @@ at points that all of them pass: before a step, between forward and backward of 
 tokens of eval prompts.  Each of these *polls* is a reduction on the CPU that a rank starts at one
 point and reads at the next one, so no rank waits for it while it computes.  A signal therefore
 counts from the second point after it on.  Without a pipeline and with M microbatches, that is after
-at most 2 / min(M, 8) of a step, or the rest of the step and the next forward pass if M = 1; in a
-pipeline it is the end of the step, or before the next one.
+at most 2 / min(M, 8) of a step (3 / min(M, 8) if the rank that got it waits for the others at such
+a point), or the rest of the step and the next forward pass if M = 1; in a pipeline it is the end of
+the step, or before the next one.
 
 What follows a stop that all ranks agree on: the step that is being computed is finished if only its
 update is missing, and abandoned otherwise, which leaves the state untouched; evaluations,
