@@ -169,6 +169,20 @@ def test_job_toml_of_an_imported_run_imports_into_another_directory(
     assert read_job(recipe)[0].model == plan.job.model
 
 
+def test_import_names_positions_that_differ_from_the_model(source: Path, tmp_path: Path) -> None:
+    _, plan = prepare(tmp_path, source)
+    config = json.loads((source / "config.json").read_text())
+    assert config["rope_theta"] == 10_000
+    write_json(source / "config.json", {**config, "rope_theta": 5e5})  # after the plan
+    opened = open_source(plan)
+    assert opened is not None
+    assert opened.note == "model.rope_theta is 10000.0 in this run and 500000.0 in the model"
+    _, plan = prepare(tmp_path, source)
+    opened = open_source(plan)
+    assert opened is not None
+    assert opened.note == ""
+
+
 @pytest.mark.parametrize("name", ["org/none-such", "hf://org/none-such"])
 def test_hub_name_that_cannot_be_downloaded_names_the_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,8 @@ class ExpertBalancer:
             num_sequences: of the global batch, a scalar.
             num_copies: ranks that route the same tokens, whose gradients are summed.
         """
+        if not self._routers:
+            return
         self.loads_LE.zero_()
         self._sums_LM.zero_()
         self._num_sequences.copy_(num_sequences.clamp(min=1))

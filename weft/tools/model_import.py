@@ -26,7 +26,13 @@ from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.models.hf_mapping import TRAINING_KEYS, param_shapes
-from weft.plan.model_config import NO_MTP, expand_preset, locate_model, model_name
+from weft.plan.model_config import (
+    NO_MTP,
+    expand_preset,
+    locate_model,
+    model_name,
+    resolve_section,
+)
 from weft.plan.plan import Plan
 from weft.tools.adapter_path import locate_adapter
 from weft.tools.hf_convert import COMPANION_FILES, path_exists
@@ -76,7 +82,12 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
     beside = (*TRAINING_KEYS, *POSITION_KEYS)  # may differ from the source's
     chosen = {k: v for k, v in plan.job.model.overrides().items() if k in beside}
     section = ModelSection.model_validate(source.section.model_dump() | chosen)
-    source = source._replace(section=section, weights=_with_loads(source.weights, plan))
+    notes = (source.note, *_describe_positions(source.section, section))
+    source = source._replace(
+        section=section,
+        weights=_with_loads(source.weights, plan),
+        note="\n".join(filter(None, notes)),
+    )
     if section.overrides() != plan.job.model.overrides():
         rule = "is not the model of this run any more: its configuration has changed"
         errors.add("model.path", rule, "use another run.dir", value=path)
@@ -87,6 +98,23 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
             errors.add("run.dir", rule, "use another disk, or free space", value=plan.run_dir)
     errors.raise_any()
     return source._replace(name=model_name(path))
+
+
+def _describe_positions(read: ModelSection, used: ModelSection) -> list[str]:
+    """Return a sentence for each key of positions that differs from the model's.
+
+    The user sets such a key, or the model has changed since the run was planned, perhaps on another
+    machine.  A job does not say which, so the import names both values.
+    """
+    before, after = resolve_section(read)[0], resolve_section(used)[0]
+    if before is None or after is None:
+        return []
+    pairs = [(k, getattr(before, k, None), getattr(after, k, None)) for k in POSITION_KEYS]
+    return [
+        f"model.{key} is {chosen} in this run and {own} in the model"
+        for key, own, chosen in pairs
+        if chosen != own
+    ]
 
 
 def _with_loads(weights: dict[str, Weight], plan: Plan) -> dict[str, Weight]:
