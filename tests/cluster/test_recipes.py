@@ -224,7 +224,11 @@ def test_train_a_layout_of_two_nodes_runs_one_rank_on_each(start: str, tmp_path:
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in nodes]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in nodes]
+    finally:
+        for process in nodes:
+            process.terminate()  # weft ends its ranks
     assert [process.returncode for process in nodes] == [0, 0], "\n".join(outputs)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["world_size"], plan["local_world_size"]) == (2, 1)
