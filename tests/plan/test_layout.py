@@ -68,8 +68,6 @@ REFUSALS = [
     ("train.global_batch_size=6", 4, "train.global_batch_size",
      "is not divisible by 4 data-parallel", "4 or 8",
      "train.global_batch_size=8"),
-    ("train.microbatch_size=5", 4, "train.microbatch_size", "exceeds the 4 sequences", "at most 4",
-     "train.microbatch_size=3"),
     # Tensor parallel: heads, feed-forward, vocabulary, sequence.
     ("tp=16", 16, "tp", "leaves a rank without a part of num_heads=8", "1, 2, 4 or 8", "tp=8"),
     ("tp=4 model.ffn_dim=2", 4, "tp", "ffn_dim=2", "1 or 2", "tp=2 model.ffn_dim=2"),

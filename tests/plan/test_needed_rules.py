@@ -199,7 +199,6 @@ TRAINING_FAILS = [
 ]
 # Without the rule, the key changes nothing: the user would not notice the mistake.
 NO_EFFECT = [
-    Refused("train.microbatch_size", "exceeds the", TEXT, "dp_shard2 train.microbatch_size=5"),
     Refused(
         "train.microbatch_size",
         "must be 1",

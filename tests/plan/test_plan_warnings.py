@@ -183,6 +183,20 @@ def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
 
 
+@pytest.mark.parametrize("layout", ["", "parallel.pp=2 pipeline.schedule=GPipe"])
+def test_microbatch_larger_than_the_share_of_a_rank_is_the_share(layout: str) -> None:
+    text = f"{PLAIN} model.tied_embeddings=false {layout}"
+    plan = planned(f"{text} train.microbatch_size=32", 2)
+    (warning,) = plan.warnings
+    assert plan.microbatch_size == plan.local_batch_size
+    local = 16 if layout else 8
+    assert warning == (
+        f"train.microbatch_size=32 exceeds the {local} sequences of each rank, so a microbatch has "
+        f"{local}. Use train.microbatch_size={local}, or auto."
+    )
+    assert planned(f"{text} train.microbatch_size={local}", 2).warnings == ()
+
+
 def test_explicit_default_gives_no_warning() -> None:
     assert planned(f"{PLAIN} lora.alpha=16 optim.momentum=0.95", 1).warnings == ()
 

@@ -137,10 +137,12 @@ def _resolve_microbatch_size(
 ) -> int:
     """Return the microbatch size; if the schedule rejects it, add an error, return 1."""
     requested = 1 if job.train.world_size_invariant else job.train.microbatch_size
+    if isinstance(requested, int):
+        requested = min(requested, local_batch_size)
     depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
 
     sizes: set[int] = {*range(1, min(local_batch_size, MAX_AUTO_MICROBATCH_SIZE) + 1)}
-    if isinstance(requested, int) and requested <= local_batch_size:
+    if isinstance(requested, int):
         sizes.add(requested)
     counts = {size: count_microbatches(local_batch_size, size) for size in sorted(sizes)}
     valid = [size for size, count in counts.items() if spec.supports(count, pp, num_stages)]
@@ -151,8 +153,6 @@ def _resolve_microbatch_size(
             return (efficient or even[:1] or valid[:1])[-1]
     elif requested in valid:
         return requested
-    elif requested > local_batch_size:
-        return 1  # `check_batch` reports this for every layout
     count = counts[requested] if isinstance(requested, int) else local_batch_size
     dp_size = job.train.global_batch_size // local_batch_size
     if spec.actions is not None:

@@ -352,6 +352,16 @@ def warmup_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
+def microbatch_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a warning if a microbatch has fewer sequences than the job asks for."""
+    size, local = plan.job.train.microbatch_size, plan.local_batch_size
+    if size != "auto" and size > local:
+        yield (
+            f"train.microbatch_size={size} exceeds the {local} sequence{'s' * (local > 1)} of each "
+            f"rank, so a microbatch has {local}. Use train.microbatch_size={local}, or auto."
+        )
+
+
 def component_warnings(plan: Plan) -> Iterator[str]:
     """Yield a sentence about the keys that act on a user's own optimizer or schedule."""
     optim = plan.job.optim

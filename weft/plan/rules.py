@@ -85,7 +85,7 @@ def _length_remedy(job: Job, model: Any, unit: int) -> str:
 
 
 def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims, num_nodes: int = 1) -> bool:
-    """Check the global batch size and the microbatch size; return True if valid."""
+    """Check the global batch size; return True if valid."""
     train, dp_size = job.train, degrees.dp_size
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
     local, remainder = divmod(train.global_batch_size, dp_size)
@@ -101,11 +101,6 @@ def check_batch(errors: ConfigErrors, job: Job, degrees: ParallelDims, num_nodes
         )
         rule = f"is not divisible by {dp_size} data-parallel ranks"
         errors.add("train.global_batch_size", rule, remedy, depends)
-        return False
-    if train.microbatch_size != "auto" and train.microbatch_size > local:
-        rule = f"exceeds the {local} sequence{'s' * (local > 1)} of each rank"
-        depends = ("train.global_batch_size", *depends)
-        errors.add("train.microbatch_size", rule, f"use at most {local}, or auto", depends)
         return False
     return True
 
