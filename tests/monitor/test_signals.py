@@ -112,6 +112,9 @@ def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     saved = checkpoint_step(list_checkpoints(tmp_path / "checkpoints")[-1])
     assert saved == records(tmp_path)[-1]["step"]
     assert saved <= last
+    if site == "checkpoint.shards":
+        stop = read_event_log(tmp_path)[0][-1]["text"]
+        assert "s until the checkpoint before was written, " in stop
     if number == ALRM:
         assert saved >= 1
         stops = [event["text"] for event in read_event_log(tmp_path)[0] if event["kind"] == "stop"]
