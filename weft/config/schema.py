@@ -39,6 +39,7 @@ MIN_VOCAB_SIZE = 257  # of a tokenizer that weft trains: every byte, and the end
 
 
 Positive = Annotated[int, Field(ge=1, le=MOST)]
+MAX_SEQ_LEN = 1 << 24  # tokens; far above published models, so that a mistyped number is an error
 
 
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
@@ -277,7 +278,7 @@ class TrainSection(Section):
         0.0, "passes over the training data, in place of train.steps; 0: train.steps decides"
     )
     seed: Seed = key(0, "seed of the initial weights and of the data order")
-    seq_len: Positive = key(1024, "sequence length, in tokens")
+    seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = key(1024, "sequence length, in tokens")
     global_batch_size: Positive = key(64, "sequences per optimizer step, over all ranks")
     microbatch_size: Positive | Auto = key(
         "auto",

@@ -18,19 +18,25 @@ LayerPattern = Annotated[str, Field(pattern=r"^[GL]+$")]
 RopePattern = Annotated[str, Field(pattern=r"^[RN]+$")]
 
 
+# Far above published models, so that a mistyped number is an error and not a plan of hours.
+MAX_LAYERS = 4096
+MAX_MTP_LAYERS = 32
+MAX_VOCAB_SIZE = 1 << 22
+
+
 class DecoderConfig(Section):
     """Keys of a decoder; defaults: Llama 3.1 8B."""
 
-    num_layers: Positive = key(32, "transformer blocks")
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = key(32, "transformer blocks")
     dim: Positive = key(4096, "width of the residual stream")
     num_heads: Positive = key(32, "query heads")
     num_kv_heads: Positive = key(8, "key and value heads, each shared by a group of query heads")
     head_dim: NonNegative = key(0, "width of one head; 0: dim / num_heads")
     ffn_dim: Positive = key(14336, "inner width of the feed-forward layer")
-    vocab_size: Positive = key(128256, "token ids")
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)] = key(128256, "token ids")
     max_seq_len: Positive = key(131072, "maximum sequence length, in tokens")
     tied_embeddings: bool = key(False, "share the embedding table with the output projection")
-    mtp_layers: NonNegative = key(
+    mtp_layers: Annotated[int, Field(ge=0, le=MAX_MTP_LAYERS)] = key(
         0, "layers of multi-token prediction, for training: layer k predicts the token k + 1 ahead"
     )
 

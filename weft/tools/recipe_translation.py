@@ -1330,7 +1330,7 @@ PROGRAMS: dict[str, Callable[[Translation], None]] = {
 
 def write_recipe(t: Translation, name: str) -> str:
     """Return the recipe as TOML; comments say what was ignored and what weft lacks."""
-    lines = [f"# Translated by weft recipe from {name} ({t.config.title}).", "#"]
+    lines = [f"# Translated by weft recipe from {_one_line(name)} ({t.config.title}).", "#"]
     for title, entries in (
         ("Check these points", [*t.notes]),
         ("Not translated", [f"{k}: {v}" for k, v in t.unsupported.items()]),
@@ -1351,7 +1351,7 @@ def write_recipe(t: Translation, name: str) -> str:
                 text = f"{last} = {{ {inner} }}"
             else:
                 text = _toml({last: value})
-            lines.append(f"{text} # {t.sources.get(key, '')}")
+            lines.append(f"{text} # {_one_line(t.sources.get(key, ''))}")
     return "\n".join(lines) + "\n"
 
 
