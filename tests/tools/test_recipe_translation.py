@@ -491,3 +491,61 @@ def test_selective_ac_option_is_not_every_n_layers(capsys: pytest.CaptureFixture
     words = ["plan", "demo", "--activation_checkpoint.selective_ac_option", "op"]
     assert main(words) == 2
     assert "activation_checkpoint.mode = selective" in capsys.readouterr().err
+
+
+SMALL_AXOLOTL = """
+base_model: a/b
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+datasets: [{path: x/y, type: alpaca}]
+sequence_len: 2048
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "micro_batch_size: no-number",
+        "gradient_accumulation_steps: [1]",
+        "num_epochs: many",
+        "save_steps: .inf",
+        "datasets: 3",
+        "plugins: 3",
+        "lora_target_modules: [null]",
+        "warmup_steps: .nan",
+    ],
+)
+def test_value_of_a_wrong_type_is_listed_as_not_translated(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    name = line.partition(":")[0]
+    kept = [text for text in SMALL_AXOLOTL.splitlines() if not text.startswith(f"{name}:")]
+    file.write_text("\n".join([*kept, "adapter: lora", line]))
+    translation = translate_file(file)
+    assert any(entry.startswith(f"{name} = ") for entry in translation.unsupported)
+    tomllib.loads(write_recipe(translation, file.name))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a0: &a0 [x]\n", "it has more than 100,000 values"),
+        ("a: &a [*a]\n", "it is nested too deeply"),
+    ],
+)
+def test_yaml_of_hostile_aliases_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    if "a0" in text:
+        text += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    file = tmp_path / "config.yaml"
+    file.write_text(SMALL_AXOLOTL + text)
+    with pytest.raises(InvalidConfig, match=reason):
+        translate_file(file)
+
+
+def test_name_with_a_newline_adds_no_line_to_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    paths = {"id": "a/b\n[run]\nname = 1"}
+    tree = {"per_device_train_batch_size": 2, "learning_rate": 1e-4, "output_dir": "x"}
+    tree |= {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "lr_scheduler_type": "linear"}
+    file.write_text(json.dumps(tree | {"x\n[run]": 1, "datasets": [paths]}))
+    recipe = tomllib.loads(write_recipe(translate_file(file), "a\n[b]"))
+    assert "name" not in recipe["run"]

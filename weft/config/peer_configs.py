@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ from weft.config.files import describe_cause, read_text
 from weft.config.peer_names import FILES, PROJECTS
 
 MAX_BYTES = 4 << 20
+MAX_VALUES = 100_000
 # Sections of TorchTitan's TOML that weft does not have.
 TORCHTITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "optimizer", "metrics", "job"}
 TORCHTITAN_SECTIONS |= {"profiling", "validation", "quantize", "float8", "experimental"}
@@ -140,17 +142,23 @@ def _parse_tree(text: str, suffix: str) -> Any:
     except ImportError as error:
         raise ValueError("YAML needs PyYAML: pip install pyyaml") from error
     try:
-        return _numbers(yaml.safe_load(text))
+        return _numbers(yaml.safe_load(text), itertools.count())
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _numbers(value: Any) -> Any:
-    """Convert numbers such as 2e-5, which PyYAML takes for text."""
+def _numbers(value: Any, visited: Iterator[int]) -> Any:
+    """Convert numbers such as 2e-5, which PyYAML takes for text.
+
+    Raises:
+        ValueError: aliases expand a small text to very many values.
+    """
+    if next(visited) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
     if isinstance(value, dict):
-        return {str(name): _numbers(inner) for name, inner in value.items()}
+        return {str(name): _numbers(inner, visited) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
+        return [_numbers(inner, visited) for inner in value]
     is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value)
     return parse_literal(value) if is_number else value
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,12 +23,49 @@ import tomli_w
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import expand_path
-from weft.config.peer_configs import PeerConfig, load_peer_configs, read_peer_config
+from weft.config.peer_configs import (
+    PeerConfig,
+    load_peer_configs,
+    parse_literal,
+    read_peer_config,
+)
 from weft.config.peer_names import load_peer_answers, load_peer_names
 from weft.config.reader import check_section
 from weft.config.schema import SECTIONS
 
 Json = dict[str, Any]
+
+# Names by the type of their values, of all programs; the translation computes with them.
+POSITIVE = (
+    *("parallelism.*_parallel_degree", "parallelism.*_replicate_degree"),
+    *("training.local_batch_size", "training.steps", "parallelism.*_microbatch_size"),
+    *("--*-parallel-size", "--micro-batch-size", "--global-batch-size", "--seq-length"),
+    *("--max-position-embeddings", "--num-layers", "--hidden-size", "--num-attention-heads"),
+    *("--vocab-size", "--train-iters", "--train-samples", "--moe-ffn-hidden-size"),
+    *("--ffn-hidden-size", "per_device_train_batch_size", "micro_batch_size"),
+    *("*accumulation_steps", "parallelism_config.*_size", "profiling.profile_freq", "vocab_size"),
+)
+NUMBERS = (
+    *("parallelism.data_parallel_shard_degree", "training.global_batch_size"),
+    *("lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio", "validation.steps"),
+    *("validation.local_batch_size", "validation.freq", "checkpoint.interval"),
+    *("--num-virtual-*", "--num-layers-per-*", "--rotary-*", "--yarn-*-factor", "--rope-*-factor"),
+    *("--kv-channels", "--*-head-dim", "--kv-lora-rank", "--moe-router-num-groups", "--min-lr"),
+    *("--moe-router-group-topk", "--moe-shared-*-size", "--num-experts", "--eval-iters"),
+    *("--lr", "learning_rate", "--exit-duration-in-mins", "--lr-*-iters", "--lr-*-fraction"),
+    *("--lr-*-samples", "--profile-step-*", "--recompute-num-layers"),
+    *("warmup_steps", "warmup_ratio", "save_steps", "eval_steps", "logging_steps"),
+    *("num_train_epochs", "num_epochs", "cosine_min_lr_ratio", "batch_size"),
+    *("lr_scheduler_kwargs.min_lr*", "lr_scheduler_kwargs.num_decay_steps"),
+)
+TEXTS = (
+    *("training.dataset*", "model.name", "model.flavor", "model.hf_assets_path", "dataset_name"),
+    *("dataset_config", "dataset_train_split", "optimizer.name"),
+)
+LISTS = (
+    *("model.converters", "*.filter_fqns", "plugins", "*datasets", "report_to"),
+    *("pretraining_dataset", "*target_modules"),
+)
 DEVICES_PER_NODE = 8
 DEVICE = "H100"
 SHELL_VARIABLE = "$"
@@ -63,12 +102,40 @@ class Translation:
         for name, value in given.items():
             self.values.setdefault(aliases.get(name, name), value)
         self.given = set(self.values)
+        for name in self.given:
+            self._check_type(name)
         for name in [n for n, v in self.values.items() if _is_variable(v)]:
             value = self.values.pop(name)
             self.unsupported[f"{name} = {_show(value)}"] = "a shell variable without a value"
         defaults = self.tables.get("defaults", {})
         self.values |= {n: v for n, v in defaults.items() if n not in self.values}
         self.notes += self.config.notes
+
+    def _check_type(self, name: str) -> None:
+        """Take out a value that the program of the file would refuse; read numbers in quotes."""
+        value = self.values[name]
+        rule = ""
+        if value == "" and self.config.program in ("torchtitan", "megatron"):
+            self.skip(name, "it is not set")
+        elif _is_variable(value) or value == "":
+            pass
+        elif _matches(name, POSITIVE + NUMBERS):
+            number = parse_literal(value) if isinstance(value, str) else value
+            least = 1 if _matches(name, POSITIVE) else -math.inf
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                rule = "it is not a number"
+            elif not (least <= number < 2**63 and number > -(2**63)):
+                rule = "it is out of the range of this number"
+            else:
+                self.values[name] = number
+        elif _matches(name, TEXTS) and not isinstance(value, str):
+            rule = "it is not a text"
+        elif _matches(name, LISTS):
+            items = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, str | dict) for item in items):
+                rule = "it is not a list of names"
+        if rule:
+            self.lack(name, self.values.pop(name), rule)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return and remove the value of a name."""
@@ -175,6 +242,10 @@ def _take_rest(t: Translation) -> None:
             t.lack(name, value, answer or "weft does not know it; see weft help keys")
 
 
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _match(table: Json, name: str) -> Any:
     """Return the entry of a name, or of the first pattern that fits."""
     if name in table:
@@ -247,7 +318,7 @@ def _set_length(t: Translation, key: str, value: Any, name: str) -> None:
 
 def _set_path(t: Translation, key: str, path: str, name: str, what: str) -> None:
     """Set the path of a file; if there is none here, ask for it."""
-    if path and expand_path(path).exists():
+    if path and os.path.exists(expand_path(path)):
         t.set(key, path, name)
     else:
         t.lack(name, path, f"no such {what} here: set {key} on the machine that has it")
@@ -269,7 +340,7 @@ def _is_variable(value: Any) -> bool:
 
 def _hub_data(name: str, config: str = "", split: str = "") -> str:
     """Return ``data.path`` of a data set: a file here, or one of the Hub."""
-    if "://" in name or name.startswith((".", "/", "~")) or Path(name).exists():
+    if "://" in name or name.startswith((".", "/", "~")) or os.path.exists(name):
         return name
     return f"hf://{name}" + (f":{config}" if config else "") + (f"@{split}" if split else "")
 
@@ -869,7 +940,7 @@ def _megatron_data(t: Translation) -> None:
     if paths is not None:
         words = [str(path) for path in (paths if isinstance(paths, list) else [paths])]
         if len(words) == 1:
-            file = words[0] if Path(words[0]).exists() else f"{words[0]}.bin"
+            file = words[0] if os.path.exists(words[0]) else f"{words[0]}.bin"
             _set_path(t, "data.path", file, "--data-path", "file of tokens")
         else:
             weights = words[::2]
@@ -880,7 +951,8 @@ def _megatron_data(t: Translation) -> None:
     split = t.take("--split")
     if split is not None:
         text = " ".join(map(str, split)) if isinstance(split, list) else str(split)
-        shares = [float(part) for part in text.strip("'\"").replace("/", ",").split(",") if part]
+        parts = [parse_literal(part) for part in re.split("[,/ ]+", text.strip("'\"[]")) if part]
+        shares = [part for part in parts if isinstance(part, int | float)]
         fraction = shares[1] / (sum(shares) or 1.0) if len(shares) > 1 else 0.0
         if 0 < fraction < 0.5:
             t.set(
