@@ -112,7 +112,7 @@ class Translation:
         self.notes += self.config.notes
 
     def _check_type(self, name: str) -> None:
-        """Take out a value that the program of the file would refuse; read numbers in quotes."""
+        """Take out a value of a wrong type; read numbers in quotes."""
         value = self.values[name]
         rule = ""
         if value == "" and self.config.program in ("torchtitan", "megatron"):
