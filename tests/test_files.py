@@ -18,6 +18,7 @@ from weft.config.errors import WeftError
 from weft.config.files import (
     check_url,
     expand_path,
+    read_input,
     read_json,
     replace_bytes,
     sync_directory,
@@ -130,3 +131,16 @@ def test_paths_of_users_are_expanded_without_an_exception() -> None:
     """``Path.expanduser`` raises RuntimeError for a user that does not exist."""
     files = (ROOT / "weft").rglob("*.py")
     assert [str(file) for file in files if ").expanduser()" in file.read_text("utf-8")] == []
+
+
+def test_input_of_a_shell_command_is_read(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"one\ntwo\n")
+    os.close(writer)
+    assert read_input(Path(f"/dev/fd/{reader}")) == "one\ntwo\n"
+    os.close(reader)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="nothing is written"):
+        read_input(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_input(Path("/dev/zero"))

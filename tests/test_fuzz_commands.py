@@ -75,7 +75,7 @@ def test_path_of_a_pipe_or_device_is_a_usage_error(
     assert main([*words, path]) == 2
     message = capsys.readouterr().err
     assert f'="{path}"' in message
-    assert re.search("not a (regular )?file", message)
+    assert re.search("not a (regular )?file|a pipe to which nothing is written", message)
 
 
 @pytest.mark.parametrize(

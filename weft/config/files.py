@@ -159,6 +159,27 @@ def read_text(path: Path) -> str:
         return file.read(size).decode("utf-8")
 
 
+def read_input(path: Path) -> str:
+    """Return the text of a file or pipe that the user names, of at most `MAX_BYTES`.
+
+    A shell passes ``<(command)`` as a pipe.  A pipe that no process writes to is an error.
+
+    Raises:
+        OSError: if it cannot be read, is empty and a pipe, or is longer.
+        ValueError: if it is not UTF-8.
+    """
+    if not path.is_fifo():
+        return read_text(path)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        os.set_blocking(file.fileno(), True)  # only the opening must not wait
+        content = file.read(MAX_BYTES + 1)
+    if not content:
+        raise OSError(errno.EINVAL, "it is a pipe to which nothing is written", str(path))
+    if len(content) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB", str(path))
+    return content.decode("utf-8")
+
+
 def append_bytes(path: Path, data: bytes, lines: bool = True) -> None:
     """Append all of ``data`` to a file, or nothing.
 

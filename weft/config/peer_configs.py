@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import describe_cause, read_text
+from weft.config.files import describe_cause, read_input
 from weft.config.peer_names import FILES, PROJECTS
 
 MAX_BYTES = 4 << 20
@@ -76,7 +76,7 @@ def read_peer_config(path: Path) -> PeerConfig:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        text = read_text(path).removeprefix("\ufeff")
+        text = read_input(path).removeprefix("\ufeff")
     except (OSError, ValueError) as error:
         reason = describe_cause(error) if isinstance(error, OSError) else error
         raise InvalidConfig([ConfigError("FILE", shown, f"cannot be read: {reason}")]) from error

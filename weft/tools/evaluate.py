@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError
-from weft.config.files import read_text
+from weft.config.files import read_input, read_text
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.document_tokens import find_affixes
@@ -254,7 +254,7 @@ def read_task(path: Path) -> ChoiceTask:
         rule, remedy = "needs PyYAML", "run pip install 'weft[eval]'"
         raise InvalidConfig([ConfigError("--task", str(path), rule, remedy)]) from error
     try:
-        tree = yaml.safe_load(read_text(path))
+        tree = yaml.safe_load(read_input(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         # The tag `!function` names code, which weft never runs: loading fails.
         rule = f"cannot be read: {str(error).splitlines()[0]}"

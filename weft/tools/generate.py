@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.config.files import describe_cause, read_text
+from weft.config.files import describe_cause, read_input
 from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
 from weft.data.document_tokens import (
     IMPORTED_DIR,
@@ -159,7 +159,7 @@ def read_prompts(path: Path, errors: ConfigErrors, chat: bool = False) -> Sequen
     """
     try:
         # Not splitlines: a JSON string may contain Unicode line separators.
-        lines = read_text(path).removesuffix("\n").split("\n")
+        lines = read_input(path).removesuffix("\n").split("\n")
     except (OSError, ValueError) as error:
         reason = describe_cause(error) if isinstance(error, OSError) else error
         errors.add("--prompts", f"cannot be read: {reason}", value=str(path))
