@@ -261,14 +261,58 @@ def test_torchtitan_unknown_model_is_left_to_the_user(tmp_path: Path) -> None:
         translate(tmp_path, "b.toml", text.replace("mine", "flux"))
 
 
-def test_torchtitan_weight_decay_remedy_decays_all_weights(tmp_path: Path) -> None:
+def test_weight_decay_of_other_programs_includes_embeddings(tmp_path: Path) -> None:
+    """weft's weight decay leaves out norms and embeddings; the recipe names what they decay."""
     found = translate(tmp_path, "a.toml", TITAN, (8, 8, "H100"))
-    (note,) = [note for note in found.notes if "decays all weights" in note]
-    assert 'params = ["*"] and weight_decay = 0.1' in note
-    group = '\n[[optim.groups]]\nparams = ["*"]\nweight_decay = 0.1\n'
-    (tmp_path / "b.toml").write_text(write_recipe(found, "x") + group)
-    planned, _ = plan_recipe(str(tmp_path / "b.toml"), [], [], None, no_machine)
-    assert planned.job.optim.groups[0].weight_decay == 0.1
+    assert found.recipe["optim.groups"] == [{"params": ["*"], "weight_decay": 0.1}]
+    assert plan(tmp_path, found).job.optim.groups[0].params == ("*",)
+    embeddings = [{"params": ["embed_tokens.*"], "weight_decay": 0.01}]
+    assert translate(tmp_path, "a.sh", MEGATRON).recipe["optim.groups"] == embeddings
+    full = SMALL_AXOLOTL + "weight_decay: 0.01\n"
+    assert translate(tmp_path, "a.yaml", full).recipe["optim.groups"] == embeddings
+    assert "optim.groups" not in translate(tmp_path, "b.yaml", SMALL_AXOLOTL).recipe
+    adapter = translate(tmp_path, "c.yaml", full + "adapter: lora\n")
+    assert "optim.groups" not in adapter.recipe
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "expected"),
+    [
+        ("name = 'qwen3'\nflavor = '30B-A3B'", 4096, {"model.balance_rate": 0.001}),
+        ("name = 'qwen3'\nflavor = '235B-A22B'", 4096, {"model.rope_theta": 5e6}),
+        ("name = 'gpt_oss'\nflavor = '20b'", 4096, {"model.balance_rate": 0.001}),
+        (
+            "name = 'deepseek_v3'\nflavor = '671B'",
+            4096,
+            {
+                "model.norm_eps": 1e-5,
+                "model.rope_scaling": "none",
+                "model.attention_scale": 0.0,
+                "data.packing": "documents",
+            },
+        ),
+        ("name = 'deepseek_v3'\nflavor = '671B'", 8192, {"model.rope_scaling": None}),
+        (
+            "name = 'llama4'\nflavor = '17bx16e_irope'",
+            4096,
+            {"model.rope_pattern": "NRRR", "model.layer_pattern": "GLLL", "model.qk_norm": "none"},
+        ),
+    ],
+)
+def test_torchtitan_model_is_torchtitans_not_the_published_one(
+    tmp_path: Path, model: str, seq_len: int, expected: dict[str, Any]
+) -> None:
+    text = f"[training]\nseq_len = {seq_len}\nlocal_batch_size = 1\n[job]\n[model]\n{model}\n"
+    found = translate(tmp_path, "a.toml", text, (32, 8, "H200"))
+    assert {name: found.recipe.get(name) for name in expected} == expected
+    assert read_written(tmp_path, found)[2] == []
+
+
+def test_torchtitan_number_of_microbatches_is_not_their_size(tmp_path: Path) -> None:
+    text = "[job]\n[model]\nflavor = '8B'\n[training]\nbatch_size = 8\n[experimental]\n"
+    text += "pipeline_parallel_degree = 2\npipeline_parallel_microbatches = 4\n"
+    found = translate(tmp_path, "a.toml", text, (1, 8, "H100"))
+    assert keys_of(found, "train.microbatch_size") == (2,)
 
 
 def test_megatron_script_values_are_converted_and_planned(tmp_path: Path) -> None:
@@ -325,6 +369,88 @@ def test_megatron_model_flags_choose_fields(
     plan(tmp_path, found)
 
 
+SMALL_MEGATRON = (
+    "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --lr 1e-3 "
+    "--position-embedding-type rope --global-batch-size 8 --vocab-size 1000 --train-iters 100 "
+)
+RMS = "--normalization RMSNorm --swiglu --disable-bias-linear "
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"sliding_window": 0, "activation": "gelu_tanh", "tied_embeddings": True}),
+        ("--no-bias-gelu-fusion", {"activation": "gelu"}),
+        ("--squared-relu", {"rope_fraction": 1.0, "norm_offset": False, "head_dim": 0}),
+        (RMS + "--qk-layernorm", {"head_dim": 0, "ffn_dim": 2688}),
+        (RMS + "--qk-layernorm --num-experts 8", {"dense_layers": 0, "balance_rate": 0.0}),
+        (RMS + "--multi-latent-attention --qk-layernorm", {"num_experts": 0}),
+        (
+            RMS + "--multi-latent-attention --qk-layernorm --num-experts 8",
+            {"dense_layers": 0, "route_scale": 1.0, "expert_groups": 1, "shared_experts": 0},
+        ),
+        (RMS + "--group-query-attention", {"num_kv_heads": 1}),
+        ("--normalization RMSNorm --swiglu --num-experts 8", {"expert_biases": True}),
+    ],
+)
+def test_megatron_model_without_flags_has_the_defaults_of_megatron(
+    tmp_path: Path, flags: str, expected: dict[str, Any]
+) -> None:
+    """Nothing of the small preset of the nearest family is left in the model."""
+    found = translate(tmp_path, "args.txt", SMALL_MEGATRON + flags)
+    model = plan(tmp_path, found).model.model_dump()
+    assert {name: model[name] for name in expected} == expected
+    assert model["sliding_window"] == 0
+    assert model["route_scale"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("", "--hidden-dropout (default) = 0.1"),
+        ("", "--attention-dropout (default) = 0.1"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-wsd-decay-style (default)"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-decay-iters 90", "--lr-decay-iters"),
+        ("--softmax-type off-by-one", "--softmax-type"),
+        ("--window-size (128,0) --window-attn-skip-freq [1,1,0]", "--window-size"),
+        (RMS + "--num-experts 8 --moe-layer-freq 2", "--moe-layer-freq = 2"),
+        (RMS + "--num-experts 8 --moe-layer-freq ([0]*1+[1]*5+[0]*1+[1]*5)", "--moe-layer-freq"),
+        (
+            RMS + "--num-experts 8 --moe-ffn-hidden-size 512 "
+            "--moe-shared-expert-intermediate-size 700",
+            "--moe-shared-expert-intermediate-size = 700",
+        ),
+        (RMS + "--multi-latent-attention", "--qk-layernorm"),
+        ("--normalization RMSNorm --disable-bias-linear --num-experts 8", "--swiglu"),
+        ("--load /other/run --save /this/run", "--load"),
+    ],
+)
+def test_megatron_value_that_weft_cannot_take_is_listed(
+    tmp_path: Path, flags: str, name: str
+) -> None:
+    found = translate(tmp_path, "args.txt", SMALL_MEGATRON + flags)
+    assert any(entry.startswith(name) for entry in found.unsupported)
+
+
+def test_megatron_load_of_the_own_directory_resumes(tmp_path: Path) -> None:
+    found = translate(tmp_path, "args.txt", SMALL_MEGATRON + "--load /a --save /a")
+    assert "--load" in found.ignored
+
+
+def test_megatron_samples_without_a_global_batch_are_listed(tmp_path: Path) -> None:
+    text = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --train-samples 100 "
+    found = translate(tmp_path, "args.txt", text + "--lr-warmup-samples 10")
+    lacking = " ".join(found.unsupported)
+    assert "--train-samples" in lacking
+    assert "--lr-warmup-samples" in lacking
+    assert found.recipe["optim.min_lr_ratio"] == 0.0
+
+
+def test_megatron_mtp_has_the_weight_of_megatron(tmp_path: Path) -> None:
+    found = translate(tmp_path, "args.txt", SMALL_MEGATRON + "--mtp-num-layers 1")
+    assert keys_of(found, "train.mtp_weight", "model.mtp_layers") == (0.1, 1)
+
+
 def test_axolotl_values_are_converted(tmp_path: Path) -> None:
     found = translate(tmp_path, "a.yaml", AXOLOTL, (1, 4, "H100"))
     names = ("train.global_batch_size", "train.microbatch_size", "train.epochs", "train.seq_len")
@@ -361,6 +487,93 @@ def test_training_arguments_as_saved_are_translated(tmp_path: Path) -> None:
     found = translate(tmp_path, "a.json", arguments.to_json_string())
     assert found.unsupported == {}
     assert keys_of(found, "optim.lr", "optim.schedule", "train.epochs") == (1e-4, "linear", 3.0)
+
+
+SFT = {
+    "model_name_or_path": "a/b",
+    "dataset_name": "a/c",
+    "per_device_train_batch_size": 2,
+    "num_train_epochs": 1,
+    "max_length": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (SFT, {"optim.lr": 2e-5, "precision.compute_dtype": "bfloat16"}),
+        (SFT, {"activation_checkpoint.mode": "full", "train.seq_len": 512}),
+        (SFT | {"beta": 0.1}, {"optim.lr": 1e-6}),
+        (SFT | {"bf16": False}, {"precision.compute_dtype": "float32"}),
+        (SFT | {"bf16": None}, {"precision.compute_dtype": "bfloat16"}),
+        (
+            SFT | {"use_peft": True},
+            {
+                "lora.rank": 16,
+                "lora.alpha": 32,
+                "lora.dropout": 0.05,
+                "lora.targets": ["q_proj", "v_proj"],
+            },
+        ),
+        (SFT | {"dataset_text_field": "text"}, {"data.packing": "best_fit"}),
+        (
+            SFT | {"parallelism_config": {"sp_size": 2, "dp_shard_size": 4}},
+            {"parallel.cp": 2, "parallel.cp_method": "ulysses", "train.global_batch_size": 8},
+        ),
+        # A ratio of steps is rounded up there.
+        (SFT | {"max_steps": 101, "warmup_ratio": 0.05}, {"optim.warmup_steps": 6}),
+    ],
+)
+def test_trl_defaults_are_those_of_trl(
+    tmp_path: Path, tree: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = translate(tmp_path, "a.json", json.dumps(tree))
+    assert {name: found.recipe.get(name) for name in expected} == expected
+    assert read_written(tmp_path, found)[2] == []
+
+
+def test_trl_loss_on_all_turns_is_noted(tmp_path: Path) -> None:
+    found = translate(tmp_path, "a.json", json.dumps(SFT))
+    assert any("assistant_only_loss" in note for note in found.notes)
+    found = translate(tmp_path, "a.json", json.dumps(SFT | {"assistant_only_loss": True}))
+    assert not any("assistant_only_loss" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["num_generations", "desirable_weight", "cpo_alpha"])
+def test_trl_trainer_with_another_loss_is_refused(tmp_path: Path, name: str) -> None:
+    """GRPO, KTO and CPO have beta, too, and are no DPO."""
+    with pytest.raises(InvalidConfig, match=name):
+        translate(tmp_path, "a.json", json.dumps(SFT | {"beta": 0.1, name: 4}))
+
+
+def test_wsd_of_transformers_decays_after_warmup(tmp_path: Path) -> None:
+    options = {"num_decay_steps": 30, "min_lr_ratio": 0.05, "decay_type": "linear"}
+    tree = SFT | {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 110, "warmup_steps": 10}
+    found = translate(tmp_path, "a.json", json.dumps(tree | {"lr_scheduler_kwargs": options}))
+    names = ("optim.schedule", "optim.decay_fraction", "optim.min_lr_ratio", "optim.warmup_steps")
+    assert keys_of(found, *names) == ("wsd", 0.3, 0.05, 10)
+    assert found.unsupported == {}
+    # Its decay is a cosine by default.
+    del options["decay_type"]
+    found = translate(tmp_path, "a.json", json.dumps(tree | {"lr_scheduler_kwargs": options}))
+    assert any("decay_type = cosine" in name for name in found.unsupported)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("router_aux_loss_coef", 0.01),
+        ("completion_only_loss", False),
+    ],
+)
+def test_trainer_value_that_weft_cannot_take_is_listed(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    tree = SFT | {"lr_scheduler_type": "cosine", name: value}
+    found = translate(tmp_path, "a.json", json.dumps(tree))
+    assert any(entry.startswith(name) for entry in found.unsupported)
+    assert "model.router_aux_loss_coef" not in found.recipe
 
 
 def test_config_json_becomes_the_model_section(tmp_path: Path) -> None:
@@ -500,6 +713,66 @@ gradient_accumulation_steps: 4
 datasets: [{path: x/y, type: alpaca}]
 sequence_len: 2048
 """
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("", {"precision.compute_dtype": "auto", "train.seq_len": 2048}),
+        ("fp16: true", {"precision.compute_dtype": "bfloat16"}),
+        # 3 % of the steps, at most 100, and as an integer.
+        ("max_steps: 1000", {"optim.warmup_steps": 30}),
+        ("max_steps: 9000", {"optim.warmup_steps": 100}),
+        ("max_steps: 1000\nwarmup_steps: 0", {"optim.warmup_steps": 0}),
+        ("max_steps: 99\nwarmup_ratio: 0.05", {"optim.warmup_steps": 4}),
+        ("max_steps: 9000\nwarmup_ratio: 0.05", {"optim.warmup_steps": 450}),
+        ("weight_decay:\nadam_beta2:\nseed:", {"optim.weight_decay": 0.0, "train.seed": 42}),
+        ("adam_beta2:", {"optim.beta2": 0.999}),
+        # The other schedules have no such minimum.
+        ("lr_scheduler: linear\ncosine_min_lr_ratio: 0.1", {"optim.min_lr_ratio": 0.0}),
+        ("cosine_min_lr_ratio: 0.1", {"optim.min_lr_ratio": 0.1}),
+    ],
+)
+def test_axolotl_defaults_are_those_of_axolotl(
+    tmp_path: Path, lines: str, expected: dict[str, Any]
+) -> None:
+    found = translate(tmp_path, "a.yaml", SMALL_AXOLOTL + lines)
+    assert {name: found.recipe.get(name) for name in expected} == expected
+
+
+def test_axolotl_length_without_sequence_len_is_512(tmp_path: Path) -> None:
+    text = SMALL_AXOLOTL.replace("sequence_len: 2048", "")
+    assert keys_of(translate(tmp_path, "a.yaml", text), "train.seq_len") == (512,)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chat_template: chatml",
+        "special_tokens: {eos_token: x}",
+        "peft_layers_to_transform: [0, 1]",
+        "lora_rank_pattern: {q_proj: 4}",
+        "default_system_message: Be kind.",
+        "s2_attention: true",
+        "datasets: [{path: x/y, type: chat_template, roles_to_train: [user]}]",
+        "datasets: [{path: x/y, data_files: [a.json], type: alpaca}]",
+        "datasets: [{path: x/y, type: alpaca}, {path: x/z, type: completion}]",
+    ],
+)
+def test_axolotl_value_that_weft_cannot_take_is_listed(tmp_path: Path, line: str) -> None:
+    name = line.partition(":")[0]
+    kept = [text for text in SMALL_AXOLOTL.splitlines() if not text.startswith(f"{name}:")]
+    found = translate(tmp_path, "a.yaml", "\n".join([*kept, "adapter: lora", line]))
+    assert any(entry.startswith(name) for entry in found.unsupported)
+
+
+def test_axolotl_files_of_a_dataset_are_all_read(tmp_path: Path) -> None:
+    text = SMALL_AXOLOTL.replace(
+        "{path: x/y, type: alpaca}", "{path: json, data_files: [./a.json, ./b.json], type: alpaca}"
+    )
+    found = translate(tmp_path, "a.yaml", text)
+    assert list(found.recipe["data.mixture"]) == ["./a.json", "./b.json"]
+    assert any("counts conversations" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ Json = dict[str, Any]
 # Names by the type of their values, of all programs; the translation computes with them.
 POSITIVE = (
     *("parallelism.*_parallel_degree", "parallelism.*_replicate_degree"),
-    *("training.local_batch_size", "training.steps", "parallelism.*_microbatch_size"),
+    *("training.local_batch_size", "training.steps", "parallelism.*_microbatch*"),
     *("--*-parallel-size", "--micro-batch-size", "--global-batch-size", "--seq-length"),
     *("--max-position-embeddings", "--num-layers", "--hidden-size", "--num-attention-heads"),
     *("--vocab-size", "--train-iters", "--train-samples", "--moe-ffn-hidden-size"),
@@ -108,7 +108,10 @@ class Translation:
             value = self.values.pop(name)
             self.unsupported[f"{name} = {_show(value)}"] = "a shell variable without a value"
         defaults = self.tables.get("defaults", {})
-        self.values |= {n: v for n, v in defaults.items() if n not in self.values}
+        # An empty value is one that the file does not set.
+        unset = {n: v for n, v in defaults.items() if self.values.get(n, "") == ""}
+        self.values |= unset
+        self.given -= unset.keys()
         self.notes += self.config.notes
 
     def _check_type(self, name: str) -> None:
@@ -221,6 +224,10 @@ def _take_rest(t: Translation) -> None:
     """List the names that are left: ignored, unsupported or unknown."""
     for name, value in t.values.items():
         if name not in t.given:
+            remedy = t.tables.get("unsupported", {}).get(name)
+            if remedy is not None and value not in t.tables["harmless"].get(name, []):
+                answer = load_peer_answers().get(name.lstrip("-").replace("-", "_"))
+                t.lack(f"{name} (default)", value, remedy or answer or "weft has no counterpart")
             continue
         answer = load_peer_answers().get(name.lstrip("-").replace("-", "_").rpartition(".")[2])
         reason = _match(t.tables.get("unsupported", {}), name)
@@ -338,6 +345,15 @@ def _is_variable(value: Any) -> bool:
     return any(isinstance(v, str) and SHELL_VARIABLE in v for v in values)
 
 
+def _set_decay(t: Translation, params: str, name: str) -> None:
+    """Decay further parameters: weft decays neither norms nor embeddings by itself."""
+    decay = t.values.get(name)
+    if isinstance(decay, int | float) and decay:
+        group = {"params": [params], "weight_decay": decay}
+        note = f"{t.config.title} decays {'all weights' if params == '*' else 'embeddings'}"
+        t.set("optim.groups", [group], name, note=note)
+
+
 def _hub_data(name: str, config: str = "", split: str = "") -> str:
     """Return ``data.path`` of a data set: a file here, or one of the Hub."""
     if "://" in name or name.startswith((".", "/", "~")) or os.path.exists(name):
@@ -382,12 +398,7 @@ def _from_torchtitan(t: Translation) -> None:
     _torchtitan_schedule(t)
     _torchtitan_speed(t, degree)
     _torchtitan_outputs(t, data_ranks)
-    if t.values.get("optimizer.weight_decay", 0.1):
-        t.notes.append(
-            "TorchTitan decays all weights; weft neither norms nor embeddings. To do the same, add "
-            '[[optim.groups]] with params = ["*"] and weight_decay = '
-            f"{t.values.get('optimizer.weight_decay', 0.1)}."
-        )
+    _set_decay(t, "*", "optimizer.weight_decay")
     if t.values.get("optimizer.name", "AdamW") == "Adam":
         t.lack("optimizer.name", t.take("optimizer.name"), "optim.name = adamw")
 
@@ -395,6 +406,7 @@ def _from_torchtitan(t: Translation) -> None:
 def _torchtitan_batch(t: Translation, ranks: int, data_ranks: int, pp: int, known: bool) -> None:
     local, total = t.take("training.local_batch_size"), t.take("training.global_batch_size", -1)
     per_stage = t.take("parallelism.pipeline_parallel_microbatch_size", 1)
+    number = t.take("parallelism.pipeline_parallel_microbatches")
     if total > 0:
         t.set("train.global_batch_size", total, "training.global_batch_size")
     else:
@@ -405,6 +417,8 @@ def _torchtitan_batch(t: Translation, ranks: int, data_ranks: int, pp: int, know
             _note_assumed_ranks(t, ranks, local * data_ranks, note, name)
     if pp > 1:
         name = "parallelism.pipeline_parallel_microbatch_size"
+        if number:
+            name, per_stage = "parallelism.pipeline_parallel_microbatches", max(1, local // number)
         t.set("train.microbatch_size", per_stage, name)
     else:
         t.set("train.microbatch_size", local, "training.local_batch_size")
@@ -419,6 +433,8 @@ def _torchtitan_model(t: Translation) -> None:
     if name in t.tables["other_models"]:
         rule = "is the configuration of a model that is not a language model"
         raise InvalidConfig([ConfigError("model.name", name, rule, "weft trains decoders of text")])
+    if f"{name}/{flavor}" in t.tables["block_causal"]:
+        t.set("data.packing", "documents", "model.flavor", note="attention inside a document")
     models = t.tables["models"]
     found = models.get(name, {}).get(str(flavor))
     fields = models["fields"].get(f"{name}/{flavor}")
@@ -433,6 +449,12 @@ def _torchtitan_model(t: Translation) -> None:
         return
     for key, value in fields.items():
         t.set(f"model.{key}", value, "model.flavor" if key != "kind" else "model.name")
+    if fields["kind"] == "deepseek_v3" and t.values["training.seq_len"] <= 4096:
+        note = "TorchTitan scales in sequences above 4096 only"
+        t.set("model.rope_scaling", "none", "training.seq_len", note=note)
+        t.set("model.attention_scale", 0.0, "training.seq_len", note=note)
+    if fields["kind"] in ("qwen3_moe", "gpt_oss", "llama4"):
+        t.set("model.balance_rate", 0.001, "model.flavor", note="load_balance_coeff")
     if fields["kind"] == "llama":
         t.notes.append(
             "TorchTitan scales the rotary frequencies as Llama 3.1 does since late 2025; before, "
@@ -628,6 +650,9 @@ def _from_megatron(t: Translation) -> None:
     _megatron_layout(t, tp, pp, cp)
     _megatron_precision(t)
     _megatron_model(t)
+    if t.values.get("--mtp-num-layers"):
+        t.values.setdefault("--mtp-loss-scaling-factor", 0.1)
+    _set_decay(t, "embed_tokens.*", "--weight-decay")
     _megatron_data(t)
     _megatron_outputs(t)
 
@@ -638,6 +663,8 @@ def _megatron_length(t: Translation) -> None:
     if samples and batch and "--train-iters" not in t.values:
         note = f"{samples:,} samples / {batch}"
         t.set("train.steps", max(1, samples // batch), "--train-samples", note=note)
+    elif samples and "--train-iters" not in t.values:
+        t.lack("--train-samples", samples, "train.steps: the samples / the global batch")
     elif "--train-iters" in t.values:
         t.set("train.steps", t.take("--train-iters"), "--train-iters")
     for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
@@ -645,6 +672,8 @@ def _megatron_length(t: Translation) -> None:
         if value and batch:
             t.values[f"--{name}-iters"] = value // batch
             t.given.add(f"--{name}-iters")
+        elif value:
+            t.lack(f"--{name}-samples", value, "the file names no --global-batch-size")
 
 
 def _megatron_schedule(t: Translation) -> None:
@@ -657,8 +686,10 @@ def _megatron_schedule(t: Translation) -> None:
         warmup = round(fraction * decay)
         t.set("optim.warmup_steps", warmup, "--lr-warmup-fraction", note=note)
     else:
+        if fraction:
+            t.lack("--lr-warmup-fraction", fraction, "optim.warmup_steps is a number of steps")
         t.set("optim.warmup_steps", warmup, "--lr-warmup-iters")
-    if steps and decay and decay != steps and style in ("linear", "cosine"):
+    if steps and decay and decay != steps and style in ("linear", "cosine", "WSD"):
         t.lack(
             "--lr-decay-iters", decay,
             f"weft's {style} ends with train.steps ({steps}); optim.schedule = module:function "
@@ -668,7 +699,13 @@ def _megatron_schedule(t: Translation) -> None:
     if peak:
         note = f"{least} / {peak}"
         t.set("optim.min_lr_ratio", round(least / peak, 9), "--min-lr", note=note)
+    elif not least:
+        t.set("optim.min_lr_ratio", 0.0, "--min-lr")
+    else:
+        t.lack("--min-lr", least, "optim.min_lr_ratio is a fraction of --lr")
     wsd = t.take("--lr-wsd-decay-iters")
+    if style == "WSD":
+        t.values.setdefault("--lr-wsd-decay-style", "exponential")
     if style == "constant":
         t.set("optim.decay_fraction", 0.0, "--lr-decay-style")
     elif style == "WSD" and wsd and steps:
@@ -773,7 +810,7 @@ def _megatron_model(t: Translation) -> None:
             t.skip(name, "a field of the model, which is not complete in the file")
         return
     heads = t.values["--num-attention-heads"]
-    grouped, groups = t.take("--group-query-attention", False), t.take("--num-query-groups", heads)
+    grouped, groups = t.take("--group-query-attention", False), t.take("--num-query-groups", 1)
     t.set("model.num_kv_heads", groups if grouped else heads, "--num-query-groups")
     width = t.take("--kv-channels")
     if width and not t.values.get("--multi-latent-attention"):
@@ -783,10 +820,12 @@ def _megatron_model(t: Translation) -> None:
     default = int(dim * 4 * 2 / 3) // 64 * 64 if gated else 4 * dim
     t.set("model.ffn_dim", ffn or default, "--ffn-hidden-size", note="" if ffn else f"from {dim}")
     squared = t.take("--squared-relu", False)
-    activation = "relu2" if squared else "silu" if gated else "gelu"
+    bias = not t.take("--disable-bias-linear", False)
+    # The fused kernel of bias and GELU, the default with biases, is the tanh approximation.
+    gelu = "gelu_tanh" if bias and not t.values.get("--no-bias-gelu-fusion") else "gelu"
+    activation = "relu2" if squared else "silu" if gated else gelu
     t.set("model.activation", activation, "--swiglu")
     t.set("model.gated", gated, "--swiglu")
-    bias = not t.take("--disable-bias-linear", False)
     qkv = t.take("--add-qkv-bias", False)
     for key, value in (("qkv_bias", bias or qkv), ("out_bias", bias), ("ffn_bias", bias)):
         t.set(f"model.{key}", value, "--disable-bias-linear")
@@ -802,7 +841,14 @@ def _megatron_model(t: Translation) -> None:
     _megatron_positions(t)
     _megatron_vocabulary(t)
     has_latent = _megatron_latent(t, width)
+    if has_latent and not qk_norm:
+        remedy = "weft always normalizes the latent vectors of MLA, as --qk-layernorm does"
+        t.lack("--qk-layernorm", False, remedy)
     experts = _megatron_experts(t, ffn or default)
+    if experts:
+        t.set("model.expert_biases", bias, "--disable-bias-linear")
+        if not gated:
+            t.lack("--swiglu", False, "experts are always gated in weft, as with --swiglu")
     kind = "llama"
     if has_latent:
         kind = "deepseek_v3"
@@ -814,15 +860,37 @@ def _megatron_model(t: Translation) -> None:
         kind = "nemotron" if squared else "starcoder2"
     t.recipe = {"model.kind": kind, "model.preset": "toy"} | t.recipe
     t.sources |= {"model.kind": "the nearest family", "model.preset": "every size is set below"}
-    if "--window-size" in t.values:
-        window = str(t.take("--window-size")).strip("()[] ").replace(" ", ",").split(",")[0]
-        if window.lstrip("-").isdecimal() and int(window) >= 0:
-            t.set("model.sliding_window", int(window) + 1, "--window-size")
-            every = t.take("--window-attn-skip-freq", 0)
-            pattern = "L" * (every - 1) + "G" if isinstance(every, int) and every > 1 else "L"
-            t.set("model.layer_pattern", pattern, "--window-attn-skip-freq")
-    if t.take("--softmax-type", "vanilla") == "learnable":
+    _megatron_window(t)
+    softmax = t.take("--softmax-type", "vanilla")
+    if softmax == "learnable":
         t.set("model.attention_sinks", True, "--softmax-type")
+    elif softmax != "vanilla":
+        t.lack("--softmax-type", softmax, "model.attention_sinks = true has learned logits")
+    _megatron_plain(t, kind)
+
+
+def _megatron_window(t: Translation) -> None:
+    given, every = t.take("--window-size"), t.take("--window-attn-skip-freq")
+    if given is None:
+        return
+    window = re.match(r"[(\[ ]*(-?\d+)", str(given))
+    if not window or (every is not None and not isinstance(every, int)):
+        rule = "model.sliding_window counts tokens, and model.layer_pattern lists layers"
+        t.lack("--window-size, --window-attn-skip-freq", f"{given}, {every}", rule)
+    elif int(window[1]) >= 0:
+        t.set("model.sliding_window", int(window[1]) + 1, "--window-size")
+        pattern = "L" * (every - 1) + "G" if every else "L"
+        t.set("model.layer_pattern", pattern, "--window-attn-skip-freq")
+
+
+def _megatron_plain(t: Translation, kind: str) -> None:
+    """Reset what only the preset of the family has."""
+    from weft.models import FAMILIES
+
+    plain = FAMILIES["llama"].presets["toy"].model_dump()
+    for name, value in FAMILIES[kind].presets["toy"].model_dump().items():
+        if value != plain[name] and f"model.{name}" not in t.recipe:
+            t.set(f"model.{name}", plain[name])
 
 
 def _megatron_positions(t: Translation) -> None:
@@ -900,6 +968,9 @@ def _megatron_experts(t: Translation, ffn: int) -> int:
     t.values.setdefault("--moe-router-topk", 2)
     shared = t.take("--moe-shared-expert-intermediate-size", 0)
     t.set("model.shared_experts", shared // width, "--moe-shared-expert-intermediate-size")
+    if shared % width:
+        rule = f"it is no multiple of the width of an expert ({width}): model.shared_experts"
+        t.lack("--moe-shared-expert-intermediate-size", shared, rule)
     score = t.take("--moe-router-score-function", "softmax")
     t.set("model.score", score, "--moe-router-score-function")
     before = t.take("--moe-router-pre-softmax", False)
@@ -918,7 +989,8 @@ def _megatron_experts(t: Translation, ffn: int) -> int:
         scope = "sequence" if kind == "seq_aux_loss" else "global"
         if t.values.get("--moe-aux-loss-coeff"):
             name = "--moe-router-load-balancing-type"
-            t.set("model.router_aux_loss_scope", scope, name)
+            note = "Megatron-LM balances a microbatch" if kind == "aux_loss" else ""
+            t.set("model.router_aux_loss_scope", scope, name, note=note)
     else:
         t.lack(
             "--moe-router-load-balancing-type",
@@ -926,12 +998,13 @@ def _megatron_experts(t: Translation, ffn: int) -> int:
             "model.router_aux_loss_coef, or model.balance_rate",
         )
     frequency = str(t.take("--moe-layer-freq", 1)).replace(" ", "").strip("()")
-    if frequency.isdecimal():
-        t.set("model.expert_interval", int(frequency), "--moe-layer-freq")
-    elif frequency.startswith("[0]*") and "+[1]*" in frequency:
-        t.set("model.dense_layers", int(frequency[4:].partition("+")[0]), "--moe-layer-freq")
+    dense = re.fullmatch(r"(?:\[0\]\*(\d+)\+)?\[1\]\*\d+", frequency)
+    if dense or frequency == "1":
+        t.set("model.dense_layers", int((dense and dense[1]) or 0), "--moe-layer-freq")
     else:
-        t.lack("--moe-layer-freq", frequency, "model.dense_layers and model.expert_interval")
+        rule = "experts are in the first layer of each n in Megatron-LM, in the last in weft "
+        rule += "(model.expert_interval)"
+        t.lack("--moe-layer-freq", frequency, rule)
     return experts
 
 
@@ -980,6 +1053,12 @@ def _megatron_outputs(t: Translation) -> None:
         t.set("train.eval_sequences", iters * batch, "--eval-iters", note=f"{iters} x {batch}")
     elif not iters:
         t.take("--eval-interval")
+    load = t.take("--load")
+    if load and load != t.values.get("--save"):
+        remedy = "a run resumes from its own run.dir; model.path takes a Hugging Face directory"
+        t.lack("--load", load, remedy)
+    elif load:
+        t.ignored["--load"] = "a run resumes from its newest checkpoint"
     first, last = t.take("--profile-step-start"), t.take("--profile-step-end")
     if t.take("--profile", False):
         first, last = int(first or 10), int(last or 12)
@@ -1015,7 +1094,7 @@ SCHEDULES = {
 }
 
 
-def _trainer_optimizer(t: Translation, optimizer: str, schedule: str) -> None:
+def _trainer_optimizer(t: Translation, optimizer: str, schedule: str, has_adapter: bool) -> None:
     """Translate optimizer and schedule of the Trainer, which axolotl uses, too."""
     name = str(t.take(optimizer, "") or "adamw_torch")
     if name in OPTIMIZERS:
@@ -1026,13 +1105,17 @@ def _trainer_optimizer(t: Translation, optimizer: str, schedule: str) -> None:
     else:
         t.lack(optimizer, name, "optim.name = adamw, muon, or module:function")
     kind = str(t.take(schedule) or "linear").removeprefix("SchedulerType.").lower()
-    options = {n: t.take(n) for n in list(t.values) if n.startswith("lr_scheduler_kwargs")}
-    options = {n.rpartition(".")[2]: value for n, value in options.items()}
-    peak = t.values.get("learning_rate")
-    ratio = options.get("min_lr_rate", 0.0)
-    if options.get("min_lr") and peak:
-        ratio = float(options["min_lr"]) / float(peak)
-    ratio = t.take("cosine_min_lr_ratio", ratio) or ratio
+    options = {n: t.take(n) for n in list(t.values) if n.startswith("lr_scheduler_kwargs.")}
+    options = {n.rpartition(".")[2]: v for n, v in options.items() if v not in ("", None)}
+    peak, steps = t.values.get("learning_rate"), t.recipe.get("train.steps")
+    ratio = options.pop("min_lr_rate", options.pop("min_lr_ratio", 0.0))
+    least = options.pop("min_lr", 0.0)
+    if least and peak:
+        ratio = float(least) / float(peak)
+    least = t.take("cosine_min_lr_ratio")
+    if kind.startswith("cosine"):
+        ratio = least or ratio
+    warmup = _trainer_warmup(t, kind, steps)
     if kind not in SCHEDULES:
         t.lack(schedule, kind, "optim.schedule = linear, cosine, wsd, or module:function")
     elif SCHEDULES[kind] == "constant":
@@ -1041,24 +1124,57 @@ def _trainer_optimizer(t: Translation, optimizer: str, schedule: str) -> None:
     else:
         t.set("optim.schedule", SCHEDULES[kind], schedule)
     t.set("optim.min_lr_ratio", float(ratio), schedule)
-    steps = t.recipe.get("train.steps")
-    decay = options.get("num_decay_steps")
-    if decay and isinstance(steps, int):
-        t.set("optim.decay_fraction", min(1.0, round(decay / steps, 6)), schedule)
-    warmup, share = t.take("warmup_steps", 0) or 0, t.take("warmup_ratio", 0.0) or 0.0
+    if kind == "warmup_stable_decay":
+        # transformers decays by a cosine unless told otherwise.
+        form = options.setdefault("decay_type", "cosine")
+        decay, stable = options.pop("num_decay_steps", None), options.pop("num_stable_steps", None)
+        options = {n: v for n, v in options.items() if v != "linear" or not n.endswith("_type")}
+        if form == "linear":
+            options.pop("num_cycles", None)
+        if isinstance(steps, int) and isinstance(warmup, int):
+            decay = steps - warmup - stable if stable is not None and decay is None else decay
+            share = round(min(1.0, (decay or 0) / max(1, steps - warmup)), 6)
+            note = "of the steps after warmup"
+            t.set("optim.decay_fraction", share, f"{schedule}_kwargs", note=note)
+            if stable is not None and warmup + stable + decay != steps:
+                options["num_stable_steps"] = stable
+        elif decay:
+            options["num_decay_steps"] = decay
+    elif options.get("num_cycles") == 0.5:
+        del options["num_cycles"]
+    for name, value in options.items():
+        remedy = "wsd decays linearly; optim.schedule = module:function takes another form"
+        t.lack(f"lr_scheduler_kwargs.{name}", value, remedy)
+    if not has_adapter:
+        _set_decay(t, "embed_tokens.*", "weight_decay")
+
+
+def _trainer_warmup(t: Translation, kind: str, steps: Any) -> Any:
+    """Set the steps of warm-up, and return them."""
+    is_axolotl = t.config.program == "axolotl"
+    warmup, share = t.take("warmup_steps", ""), t.take("warmup_ratio", "")
+    if kind == "constant":
+        t.set("optim.warmup_steps", 0, "warmup_steps", note="constant has none")
+        return 0
     if isinstance(warmup, float) and 0 < warmup < 1:
-        warmup, share = 0, warmup
-    if warmup or not share or kind == "constant":
-        t.set("optim.warmup_steps", 0 if kind == "constant" else int(warmup), "warmup_steps")
-    elif isinstance(steps, int):
-        t.set("optim.warmup_steps", round(share * steps), "warmup_ratio", note=f"{share} x {steps}")
-    else:
-        t.set(
-            "optim.warmup_steps", "auto", "warmup_ratio", note="a tenth of the steps, at most 100"
-        )
-        if share != 0.1:
-            remedy = "optim.warmup_steps is a number; weft train prints the number of steps"
-            t.lack("warmup_ratio", share, remedy)
+        warmup, share = "", warmup
+    if is_axolotl and warmup == share == "":
+        share = 0.03  # the default
+    # Zero steps are "not set" in transformers, and a number in axolotl.
+    if warmup or not share or (is_axolotl and warmup == 0):
+        number = int(warmup or 0)
+        t.set("optim.warmup_steps", number, "warmup_steps")
+        return number
+    if isinstance(steps, int):
+        number = int(share * steps) if is_axolotl else math.ceil(share * steps)
+        if is_axolotl and "warmup_ratio" not in t.given:
+            number = min(number, 100)
+        t.set("optim.warmup_steps", number, "warmup_ratio", note=f"{share} x {steps}")
+        return number
+    t.set("optim.warmup_steps", "auto", "warmup_ratio", note="a tenth of the steps, at most 100")
+    remedy = "optim.warmup_steps is a number; weft train prints the number of steps"
+    t.lack("warmup_ratio", share, remedy)
+    return None
 
 
 def _trainer_length(t: Translation, epochs: str) -> None:
@@ -1098,7 +1214,9 @@ def _trainer_lora(t: Translation, has_adapter: bool) -> None:
         t.set("lora.quantize", "nf4" if four else "int8", name)
     targets = t.take("lora_target_modules", "")
     linear = t.take("lora_target_linear", False)
-    if targets in ("all-linear", "", []) or linear:
+    if targets in ("", []) and t.config.program == "huggingface":
+        t.set("lora.targets", ["q_proj", "v_proj"], note="of PEFT, for most families")
+    elif targets in ("all-linear", "", []) or linear:
         targets = [] if linear or targets == "all-linear" else targets or []
         note = "all linear layers of the blocks"
         t.set("lora.targets", targets, "lora_target_modules", note="" if targets else note)
@@ -1111,11 +1229,11 @@ def _trainer_lora(t: Translation, has_adapter: bool) -> None:
         else:
             t.set("lora.targets", names, "lora_target_modules")
     t.values.setdefault("lora_r", 16 if t.config.program == "huggingface" else 8)
-    for name in ("lora_alpha",):
-        if t.values.get(name, "") == "":
-            t.take(name)
-            alpha = 32 if t.config.program == "huggingface" else 16
-            t.set("lora.alpha", alpha, name)
+    if t.config.program == "huggingface":
+        t.values.setdefault("lora_dropout", 0.05)
+    if t.values.get("lora_alpha", "") == "":
+        t.take("lora_alpha")
+        t.set("lora.alpha", 32 if t.config.program == "huggingface" else 16, "lora_alpha")
 
 
 def _trainer_batch(t: Translation, per_device: str, fallback: int) -> None:
@@ -1164,10 +1282,28 @@ def _trainer_saves(t: Translation) -> None:
         _set_length(t, "monitor.log_interval", max(1, logs) if logs >= 1 else logs, "logging_steps")
 
 
+def _note_packing(t: Translation) -> None:
+    t.notes.append(
+        f"Without packing, {t.config.title} counts conversations. A sequence of weft is packed "
+        "with several; train.global_batch_size counts sequences. Divide it by the conversations "
+        "that fit into train.seq_len to keep the batch."
+    )
+
+
 def _from_huggingface(t: Translation) -> None:
     v = t.values
+    if other := sorted(t.given & set(t.tables["other_trainers"])):
+        rule = "is a name of a trainer whose loss weft does not have"
+        remedy = "files of SFT and DPO are translated; train.objective = module:function"
+        raise InvalidConfig([ConfigError(other[0], v[other[0]], rule, remedy)])
     is_dpo = any(n in v for n in ("beta", "precompute_ref_log_probs", "ref_model_sync_steps"))
     is_sft = any(n in v for n in ("max_length", "packing", "assistant_only_loss"))
+    if is_dpo or is_sft:
+        for name, value in t.tables["trl_defaults"].items():
+            v.setdefault(name, value)
+        v["bf16"] = not v.get("fp16") if v.get("bf16", "") == "" else v["bf16"]
+        if "learning_rate" not in t.given:
+            v["learning_rate"] = 1e-6 if is_dpo else 2e-5
     if "model_name_or_path" not in v:
         t.set("model.path", "required", note="a script names the model; set model.path")
     dataset = t.take("dataset_name", "")
@@ -1201,8 +1337,8 @@ def _from_huggingface(t: Translation) -> None:
         t.values.setdefault("beta", 0.1)
     elif is_sft and "dataset_text_field" not in v:
         t.set("data.format", "chat", "max_length", note="text for plain documents")
-    elif v.get("packing"):
-        wrapped = v.get("packing_strategy") == "wrapped"
+    elif is_sft:
+        wrapped = bool(v.get("packing")) and v.get("packing_strategy") == "wrapped"
         t.set("data.packing", "windows" if wrapped else "best_fit", "packing_strategy")
     if is_dpo or is_sft:
         t.values.setdefault("max_length", 1024)
@@ -1213,23 +1349,28 @@ def _from_huggingface(t: Translation) -> None:
     else:
         t.notes.append("TrainingArguments have no sequence length: set train.seq_len.")
     if is_sft and not is_dpo and not v.get("packing"):
+        _note_packing(t)
+    if t.recipe.get("data.format") == "chat" and not v.get("assistant_only_loss"):
         t.notes.append(
-            "Without packing, TRL counts conversations. A sequence of weft is packed with several; "
-            "train.global_batch_size counts sequences. Divide it by the conversations that fit "
-            "into train.seq_len to keep the batch."
+            "Without assistant_only_loss, TRL trains all turns of messages; weft the assistant's "
+            "only. Of prompt and completion both train the completion."
         )
     for name, key in (("dp_replicate_size", "dp_replicate"), ("dp_shard_size", "dp_shard")):
         if (value := t.take(f"parallelism_config.{name}")) is not None:
             t.set(f"parallel.{key}", value, f"parallelism_config.{name}")
-    for name in ("tp", "cp"):
-        if (value := t.take(f"parallelism_config.{name}_size")) is not None:
-            t.set(f"parallel.{name}", value, f"parallelism_config.{name}_size")
+    for name, key in (("tp", "tp"), ("cp", "cp"), ("sp", "cp")):
+        value = t.take(f"parallelism_config.{name}_size")
+        if value is not None and (name != "sp" or value > 1):
+            t.set(f"parallel.{key}", value, f"parallelism_config.{name}_size")
+            if name == "sp":
+                t.set("parallel.cp_method", "ulysses", "parallelism_config.sp_size")
     _trainer_length(t, "num_train_epochs")
     _trainer_batch(t, "per_device_train_batch_size", 1)
-    _trainer_optimizer(t, "optim", "lr_scheduler_type")
+    has_adapter = bool(t.take("use_peft", "lora_r" in v))
+    _trainer_optimizer(t, "optim", "lr_scheduler_type", has_adapter)
     _trainer_precision(t)
     _trainer_saves(t)
-    _trainer_lora(t, bool(t.take("use_peft", "lora_r" in v)))
+    _trainer_lora(t, has_adapter)
     used = t.take("report_to", "")
     names = [used] if isinstance(used, str) else list(used)
     if "all" in names:
@@ -1253,11 +1394,12 @@ def _from_axolotl(t: Translation) -> None:
         value = t.take(name)
         if isinstance(value, int) and value > 0:
             t.set(f"parallel.{key}", value, name)
+    v.setdefault("bf16", "" if v.get("fp16") else "auto")
     _trainer_length(t, "num_epochs")
     many = bool(v.get("deepspeed") or any(n.startswith("fsdp") for n in v))
     _axolotl_batch(t)
     _trainer_batch(t, "micro_batch_size", DEVICES_PER_NODE if many else 1)
-    _trainer_optimizer(t, "optimizer", "lr_scheduler")
+    _trainer_optimizer(t, "optimizer", "lr_scheduler", adapter in ("lora", "qlora"))
     _trainer_precision(t)
     _trainer_saves(t)
     t.values.setdefault(
@@ -1301,7 +1443,7 @@ def _from_axolotl(t: Translation) -> None:
 def _axolotl_batch(t: Translation) -> None:
     total = t.take("batch_size")
     micro = t.values.get("micro_batch_size") or 1
-    if total and t.values.get("gradient_accumulation_steps", "") in ("", 1, None):
+    if total and "gradient_accumulation_steps" not in t.given:
         t.values["gradient_accumulation_steps"] = max(1, total // micro)
 
 
@@ -1311,22 +1453,34 @@ def _axolotl_data(t: Translation) -> None:
     texts = t.take("pretraining_dataset", "") or []
     if isinstance(texts, str):
         texts = [{"path": texts}]
-    kind = ""
     entries = [d for d in [*datasets, *texts] if isinstance(d, dict)]
-    paths = []
+    paths: list[str] = []
     for entry in entries:
+        for option, value in entry.items():
+            if value not in ("", None) and option not in t.tables["dataset_options"]:
+                remedy = "weft reads messages, prompt and response: see docs/fine-tuning.md"
+                t.lack(f"datasets.{option}", value, remedy)
         path, files = str(entry.get("path", "")), entry.get("data_files")
-        if files and not path.count("/"):  # path: json, data_files: the file
-            path = files if isinstance(files, str) else files[0]
+        if files and path.count("/"):
+            t.lack("datasets.data_files", files, "data.path and data.mixture take paths of files")
+        elif files:  # path: json, data_files: the files
+            paths += [files] if isinstance(files, str) else map(str, files)
+            continue
         split = entry.get("split") or ""
         if "[" in str(split):
             t.lack("datasets.split", split, "cut the data first")
             split = ""
         split = "" if split == "train" else split
         paths.append(_hub_data(path, entry.get("name") or "", split))
-        kind = kind or str(entry.get("type") or "")
-        if field := entry.get("field") or entry.get("text_column"):
-            t.set("data.text_field", field, "datasets.field")
+    kinds = {str(entry.get("type") or "") for entry in entries}
+    kind = next((str(entry["type"]) for entry in entries if entry.get("type")), "")
+    if len(kinds) > 1 and any(k.startswith(("completion", "pretrain")) for k in kinds):
+        t.lack("datasets.type", ", ".join(sorted(kinds)), "all sources have one data.format")
+    fields = [entry.get("field") or entry.get("text_column") for entry in entries]
+    if any(fields):
+        t.set("data.text_field", next(filter(None, fields)), "datasets.field")
+    if len(set(fields)) > 1:
+        t.lack("datasets.field", ", ".join(map(str, fields)), "all sources have one text_field")
     if rl == "dpo":
         t.set("data.format", "preferences", "rl")
         t.set("train.objective", "dpo", "rl")
@@ -1361,6 +1515,8 @@ def _axolotl_data(t: Translation) -> None:
             f"datasets.type is {kind}. weft reads messages, prompt and response, or instruction "
             "and output: see docs/fine-tuning.md."
         )
+    if not texts and not t.values.get("sample_packing"):
+        _note_packing(t)
     t.set("data.overlong", "skip", note="axolotl drops longer samples")
 
 
@@ -1432,7 +1588,12 @@ def _toml(entry: Json) -> str:
     (name, value), *_ = entry.items()
     key = tomli_w.dumps({name: 0}).rpartition(" = ")[0]
     items = value if isinstance(value, list | tuple) else [value]
-    texts = [tomli_w.dumps({"x": item}).strip().partition(" = ")[2] for item in items]
+    texts = [
+        f"{{ {', '.join(_toml({k: v}) for k, v in item.items())} }}"
+        if isinstance(item, dict)
+        else tomli_w.dumps({"x": item}).strip().partition(" = ")[2]
+        for item in items
+    ]
     is_list = isinstance(value, list | tuple)
     return f"{key} = [{', '.join(texts)}]" if is_list else f"{key} = {texts[0]}"
 
