@@ -423,6 +423,9 @@ def test_megatron_model_without_flags_has_the_defaults_of_megatron(
         (RMS + "--multi-latent-attention", "--qk-layernorm"),
         ("--normalization RMSNorm --disable-bias-linear --num-experts 8", "--swiglu"),
         ("--load /other/run --save /this/run", "--load"),
+        ("--optimizer muon", "--muon-extra-scale-factor"),
+        ("--optimizer muon", "--muon-nesterov"),
+        ("--init-method-std 0.01", "--init-method-std"),
     ],
 )
 def test_megatron_value_that_weft_cannot_take_is_listed(
@@ -444,6 +447,21 @@ def test_megatron_samples_without_a_global_batch_are_listed(tmp_path: Path) -> N
     assert "--train-samples" in lacking
     assert "--lr-warmup-samples" in lacking
     assert found.recipe["optim.min_lr_ratio"] == 0.0
+
+
+def test_megatron_muon_with_the_update_of_weft_is_translated(tmp_path: Path) -> None:
+    flags = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --init-method-std 0.02"
+    found = translate(tmp_path, "args.txt", SMALL_MEGATRON + flags)
+    assert keys_of(found, "optim.name", "optim.momentum") == ("muon", 0.9)
+    assert {name.partition(" ")[0] for name in found.unsupported} == {
+        "--hidden-dropout",
+        "--attention-dropout",
+    }
+
+
+def test_megatron_data_without_a_split_have_the_split_of_megatron(tmp_path: Path) -> None:
+    found = translate(tmp_path, "args.txt", SMALL_MEGATRON + "--data-path a_text_document")
+    assert keys_of(found, "data.validation_fraction") == (0.03,)
 
 
 def test_megatron_mtp_has_the_weight_of_megatron(tmp_path: Path) -> None:
@@ -565,6 +583,8 @@ def test_wsd_of_transformers_decays_after_warmup(tmp_path: Path) -> None:
         ("lr_scheduler_kwargs", {"num_cycles": 2}),
         ("router_aux_loss_coef", 0.01),
         ("completion_only_loss", False),
+        ("max_length", None),
+        ("datasets", [{"path": "a/b", "data_files": "x.json"}]),
     ],
 )
 def test_trainer_value_that_weft_cannot_take_is_listed(
@@ -738,6 +758,20 @@ def test_axolotl_defaults_are_those_of_axolotl(
 ) -> None:
     found = translate(tmp_path, "a.yaml", SMALL_AXOLOTL + lines)
     assert {name: found.recipe.get(name) for name in expected} == expected
+
+
+def test_axolotl_notes_what_trains_on_other_tokens(tmp_path: Path) -> None:
+    notes = " ".join(translate(tmp_path, "a.yaml", SMALL_AXOLOTL).notes)
+    assert "### Instruction" in notes
+    assert "holds out 5%" in notes
+    assert "counts conversations" in notes
+
+
+def test_axolotl_options_of_a_dataset_with_the_values_of_weft_are_fine(tmp_path: Path) -> None:
+    options = "field_messages: messages, roles_to_train: [assistant], train_on_eos: turn"
+    text = SMALL_AXOLOTL.replace("type: alpaca", f"type: chat_template, {options}")
+    found = translate(tmp_path, "a.yaml", text)
+    assert not any(name.startswith("datasets") for name in found.unsupported)
 
 
 def test_axolotl_length_without_sequence_len_is_512(tmp_path: Path) -> None:

@@ -53,10 +53,16 @@ NUMBERS = (
     *("--kv-channels", "--*-head-dim", "--kv-lora-rank", "--moe-router-num-groups", "--min-lr"),
     *("--moe-router-group-topk", "--moe-shared-*-size", "--num-experts", "--eval-iters"),
     *("--lr", "learning_rate", "--exit-duration-in-mins", "--lr-*-iters", "--lr-*-fraction"),
-    *("--lr-*-samples", "--profile-step-*", "--recompute-num-layers"),
+    *(
+        "--muon-*-factor",
+        "training.seq_len",
+        "--lr-*-samples",
+        "--profile-step-*",
+        "--recompute-num-layers",
+    ),
     *("warmup_steps", "warmup_ratio", "save_steps", "eval_steps", "logging_steps"),
     *("num_train_epochs", "num_epochs", "cosine_min_lr_ratio", "batch_size"),
-    *("lr_scheduler_kwargs.min_lr*", "lr_scheduler_kwargs.num_decay_steps"),
+    *("lr_scheduler_kwargs.min_lr*", "lr_scheduler_kwargs.num_*_steps"),
 )
 TEXTS = (
     *("training.dataset*", "model.name", "model.flavor", "model.hf_assets_path", "dataset_name"),
@@ -418,7 +424,10 @@ def _torchtitan_batch(t: Translation, ranks: int, data_ranks: int, pp: int, know
     if pp > 1:
         name = "parallelism.pipeline_parallel_microbatch_size"
         if number:
-            name, per_stage = "parallelism.pipeline_parallel_microbatches", max(1, local // number)
+            name, per_stage = (
+                "parallelism.pipeline_parallel_microbatches",
+                max(1, int(local // number)),
+            )
         t.set("train.microbatch_size", per_stage, name)
     else:
         t.set("train.microbatch_size", local, "training.local_batch_size")
@@ -455,6 +464,10 @@ def _torchtitan_model(t: Translation) -> None:
         t.set("model.attention_scale", 0.0, "training.seq_len", note=note)
     if fields["kind"] in ("qwen3_moe", "gpt_oss", "llama4"):
         t.set("model.balance_rate", 0.001, "model.flavor", note="load_balance_coeff")
+    t.notes.append(
+        "TorchTitan draws the initial embeddings with a standard deviation of 1, and scales the "
+        "other weights by layer; weft draws all with 0.02. The losses of the first steps differ."
+    )
     if fields["kind"] == "llama":
         t.notes.append(
             "TorchTitan scales the rotary frequencies as Llama 3.1 does since late 2025; before, "
@@ -647,6 +660,7 @@ def _from_megatron(t: Translation) -> None:
             _note_assumed_ranks(t, ranks, micro * data_ranks, note, "--micro-batch-size")
     _megatron_length(t)
     _megatron_schedule(t)
+    _megatron_muon(t)
     _megatron_layout(t, tp, pp, cp)
     _megatron_precision(t)
     _megatron_model(t)
@@ -713,6 +727,22 @@ def _megatron_schedule(t: Translation) -> None:
         t.set(
             "optim.decay_fraction", value, "--lr-wsd-decay-iters", note="of the steps after warmup"
         )
+
+
+def _megatron_muon(t: Translation) -> None:
+    """List in what Muon differs: the size of its update, and the momentum."""
+    if t.values.get("--optimizer", "adam") not in ("muon", "dist_muon"):
+        return
+    t.values.setdefault("--muon-momentum", 0.9)
+    mode, factor = t.take("--muon-scale-mode", "spectral"), t.take("--muon-extra-scale-factor", 1)
+    if (mode, factor) != ("spectral", 0.2):
+        remedy = "weft scales an update by 0.2 sqrt(max(rows, columns)), as spectral with 0.2 does"
+        if mode == "spectral":
+            remedy += f": multiply the learning rate of the blocks' matrices by {5 * factor:g}, "
+            remedy += 'with [[optim.groups]], params = ["layers.*_proj*"] and lr_mult'
+        t.lack("--muon-extra-scale-factor, --muon-scale-mode", f"{factor}, {mode}", remedy)
+    if not t.take("--muon-nesterov", False):
+        t.lack("--muon-nesterov", False, "weft's momentum is Nesterov's")
 
 
 def _megatron_layout(t: Translation, tp: int, pp: int, cp: int) -> None:
@@ -1021,7 +1051,7 @@ def _megatron_data(t: Translation) -> None:
             pairs = zip(words[1::2], weights, strict=False)
             mixture = {f"{name}.bin": round(float(w) / total, 6) for name, w in pairs}
             t.set("data.mixture", mixture, "--data-path")
-    split = t.take("--split")
+    split = t.take("--split", None if paths is None else "969, 30, 1")
     if split is not None:
         text = " ".join(map(str, split)) if isinstance(split, list) else str(split)
         parts = [parse_literal(part) for part in re.split("[,/ ]+", text.strip("'\"[]")) if part]
@@ -1282,6 +1312,14 @@ def _trainer_saves(t: Translation) -> None:
         _set_length(t, "monitor.log_interval", max(1, logs) if logs >= 1 else logs, "logging_steps")
 
 
+def _note_holdout(t: Translation) -> None:
+    fraction = SECTIONS["data"].model_fields["validation_fraction"].default
+    t.notes.append(
+        f"The file trains on all data; weft holds out {fraction:.0%} of them for validation: "
+        "data.validation_fraction."
+    )
+
+
 def _note_packing(t: Translation) -> None:
     t.notes.append(
         f"Without packing, {t.config.title} counts conversations. A sequence of weft is packed "
@@ -1304,6 +1342,8 @@ def _from_huggingface(t: Translation) -> None:
         v["bf16"] = not v.get("fp16") if v.get("bf16", "") == "" else v["bf16"]
         if "learning_rate" not in t.given:
             v["learning_rate"] = 1e-6 if is_dpo else 2e-5
+    if not v.get("test_split_size"):
+        _note_holdout(t)
     if "model_name_or_path" not in v:
         t.set("model.path", "required", note="a script names the model; set model.path")
     dataset = t.take("dataset_name", "")
@@ -1312,7 +1352,10 @@ def _from_huggingface(t: Translation) -> None:
     t.take("dataset_mixture.test_split_size")
     if isinstance(mixture, list) and mixture:
         paths = {}
+        known = {"id", "path", "config", "name", "split", "weight", "columns"}
         for entry in [each for each in mixture if isinstance(each, dict)]:
+            for option in [each for each in entry if each not in known and entry[each]]:
+                t.lack(f"datasets.{option}", entry[option], "data.mixture lists paths with weights")
             name = str(entry.get("id") or entry.get("path") or "")
             part = str(entry.get("split") or "")
             part = "" if part == "train" else part
@@ -1343,7 +1386,7 @@ def _from_huggingface(t: Translation) -> None:
     if is_dpo or is_sft:
         t.values.setdefault("max_length", 1024)
         if not v.get("max_length"):
-            t.take("max_length")
+            t.lack("max_length", t.take("max_length"), "train.seq_len is a number of tokens")
         if "truncation_mode" not in v:
             t.set("data.overlong", "truncate", note="TRL cuts sequences at max_length")
     else:
@@ -1416,6 +1459,8 @@ def _from_axolotl(t: Translation) -> None:
     )
     t.set("monitor.trackers", used, "wandb_project")
     fraction = t.values.get("val_set_size")
+    if not fraction:
+        _note_holdout(t)
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 0.5):
         remedy = "data.validation_fraction is above 0 and below 0.5 (0.05)"
         t.lack("val_set_size", t.take("val_set_size"), remedy)
@@ -1457,7 +1502,9 @@ def _axolotl_data(t: Translation) -> None:
     paths: list[str] = []
     for entry in entries:
         for option, value in entry.items():
-            if value not in ("", None) and option not in t.tables["dataset_options"]:
+            default = t.tables["dataset_defaults"].get(option)
+            known = option in t.tables["dataset_options"] or value in ("", None, default)
+            if not known:
                 remedy = "weft reads messages, prompt and response: see docs/fine-tuning.md"
                 t.lack(f"datasets.{option}", value, remedy)
         path, files = str(entry.get("path", "")), entry.get("data_files")
@@ -1479,7 +1526,7 @@ def _axolotl_data(t: Translation) -> None:
     fields = [entry.get("field") or entry.get("text_column") for entry in entries]
     if any(fields):
         t.set("data.text_field", next(filter(None, fields)), "datasets.field")
-    if len(set(fields)) > 1:
+    if len(set(map(str, fields))) > 1:
         t.lack("datasets.field", ", ".join(map(str, fields)), "all sources have one text_field")
     if rl == "dpo":
         t.set("data.format", "preferences", "rl")
@@ -1514,6 +1561,11 @@ def _axolotl_data(t: Translation) -> None:
         t.notes.append(
             f"datasets.type is {kind}. weft reads messages, prompt and response, or instruction "
             "and output: see docs/fine-tuning.md."
+        )
+    if rl != "dpo" and any(k.startswith("alpaca") for k in kinds):
+        t.notes.append(
+            "axolotl writes alpaca data as text with headings such as ### Instruction; weft as a "
+            "conversation, by the chat template. data.chat_template takes another template."
         )
     if not texts and not t.values.get("sample_packing"):
         _note_packing(t)
