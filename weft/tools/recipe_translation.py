@@ -465,8 +465,9 @@ def _torchtitan_model(t: Translation) -> None:
     if fields["kind"] in ("qwen3_moe", "gpt_oss", "llama4"):
         t.set("model.balance_rate", 0.001, "model.flavor", note="load_balance_coeff")
     t.notes.append(
-        "TorchTitan draws the initial embeddings with a standard deviation of 1, and scales the "
-        "other weights by layer; weft draws all with 0.02. The losses of the first steps differ."
+        "The initial weights differ: TorchTitan draws embeddings with a standard deviation of 1, "
+        "and weft with 0.02; TorchTitan shrinks the last matrices of a block by its depth, and "
+        "weft by the number of blocks."
     )
     if fields["kind"] == "llama":
         t.notes.append(
@@ -1386,7 +1387,8 @@ def _from_huggingface(t: Translation) -> None:
     if is_dpo or is_sft:
         t.values.setdefault("max_length", 1024)
         if not v.get("max_length"):
-            t.lack("max_length", t.take("max_length"), "train.seq_len is a number of tokens")
+            t.take("max_length")
+            t.lack("max_length", "null", "train.seq_len is a number of tokens")
         if "truncation_mode" not in v:
             t.set("data.overlong", "truncate", note="TRL cuts sequences at max_length")
     else:
