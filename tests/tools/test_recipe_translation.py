@@ -800,6 +800,12 @@ def test_axolotl_value_that_weft_cannot_take_is_listed(tmp_path: Path, line: str
     assert any(entry.startswith(name) for entry in found.unsupported)
 
 
+@pytest.mark.parametrize("line", ["rl: kto", "reward_model: true"])
+def test_axolotl_with_another_loss_is_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InvalidConfig, match="a loss that weft does not have"):
+        translate(tmp_path, "a.yaml", SMALL_AXOLOTL + line)
+
+
 def test_axolotl_files_of_a_dataset_are_all_read(tmp_path: Path) -> None:
     text = SMALL_AXOLOTL.replace(
         "{path: x/y, type: alpaca}", "{path: json, data_files: [./a.json, ./b.json], type: alpaca}"

@@ -1429,6 +1429,11 @@ def _from_huggingface(t: Translation) -> None:
 
 def _from_axolotl(t: Translation) -> None:
     v = t.values
+    for name in ("rl", "reward_model", "process_reward_model"):
+        if v.get(name) and v[name] != "dpo":
+            rule = "names a loss that weft does not have"
+            remedy = "train.objective is next_token, dpo, or module:function"
+            raise InvalidConfig([ConfigError(name, v[name], rule, remedy)])
     adapter = t.take("adapter", "")
     if adapter not in ("", "lora", "qlora", "none"):
         t.lack("adapter", adapter, "lora and qlora")
@@ -1533,8 +1538,6 @@ def _axolotl_data(t: Translation) -> None:
     if rl == "dpo":
         t.set("data.format", "preferences", "rl")
         t.set("train.objective", "dpo", "rl")
-    elif rl:
-        t.lack("rl", rl, "train.objective: next_token, dpo, or module:function")
     elif texts or kind.startswith(("completion", "pretrain")):
         t.set("data.format", "text", "datasets.type")
         t.set(
