@@ -72,6 +72,28 @@ def test_signal_in_a_finalizer_ends_before_the_ranks_start(monkeypatch: pytest.M
     assert caught.value.code == REQUEUE
 
 
+def test_stop_signal_whose_exception_a_library_replaces_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As pydantic does while it builds a schema."""
+    monkeypatch.setattr(start, "stop_requested", threading.Event())
+
+    @start.ending_if_stopped()
+    def run_library() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            raise ValueError("a schema cannot be built") from error
+
+    before = signal.signal(signal.SIGTERM, start.handle_stop_signal)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_library()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == REQUEUE
+
+
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("number", "to", "extra"),

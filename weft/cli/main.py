@@ -11,8 +11,10 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from textwrap import indent
+from typing import NoReturn
 
 import weft
 from weft.cli.chat_command import add_chat
@@ -97,7 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and not is_rank and words[:1] != ["train"]:
         # As Ctrl-C, so that a command deletes its incomplete files.  'weft train' has handlers of
         # its own; until it installs them, SIGTERM must end it with a status that is requeued.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+            signal.signal(signal.SIGINT, interrupt)
     try:
         parser = build_parser()
         if not words:
@@ -125,3 +129,17 @@ def main(argv: list[str] | None = None) -> int:
         if not is_rank:
             print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        if not was_interrupted.is_set():
+            raise
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+was_interrupted = threading.Event()
+
+
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Handle a signal as Ctrl-C; a library may replace the exception by one of its own."""
+    was_interrupted.set()
+    raise KeyboardInterrupt

@@ -85,6 +85,20 @@ class UnhealthyNode(Exception):
     """This node cannot continue to train; the preflight check has printed the reason."""
 
 
+@contextmanager
+def ending_if_stopped() -> Iterator[None]:
+    """End the process after a stop signal, whatever exception arrives.
+
+    A library may replace the SystemExit of the handler: pydantic turns it into a SchemaError.
+    """
+    try:
+        yield
+    except Exception:
+        end_if_stopped()
+        raise
+
+
+@ending_if_stopped()
 def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the data, train on this node's ranks, and print the results.
 
