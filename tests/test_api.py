@@ -350,7 +350,7 @@ import os, signal, sys, threading, time
 import weft
 overrides = {OVERRIDES!r}
 def interrupt():
-    while not os.path.exists("run/metrics.jsonl"):
+    while not (os.path.exists("run/metrics.jsonl") and os.path.getsize("run/metrics.jsonl")):
         time.sleep(0.05)
     os.kill(os.getpid(), signal.{SIGNAL})
 threading.Thread(target=interrupt, daemon=True).start()

@@ -578,7 +578,12 @@ def test_tour_interrupted_leaves_a_page_and_no_process(number: int, tmp_path: Pa
         for line in process.stdout:
             if "running: eager" in line:
                 break
-        time.sleep(8)  # until it trains
+        ready = time.monotonic() + 120
+        while not any(
+            p.stat().st_size for p in tmp_path.glob("weft-gpu-tour-*/eager/metrics.jsonl")
+        ):
+            assert time.monotonic() < ready
+            time.sleep(0.1)
         process.send_signal(number)
         output = process.stdout.read()
         assert process.wait(60) == INTERRUPTED
