@@ -16,6 +16,7 @@ import pytest
 from tests.cluster.conftest import ONE_RANK, WEFT, Finished, run_weft
 from tests.small import records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
+from weft.checkpoint.owner import owner_errors, write_owner
 from weft.cli.main import main
 from weft.config.reader import read_job
 from weft.config.run_paths import portable
@@ -263,3 +264,20 @@ def test_run_stores_no_absolute_path_of_its_own_directory(finished: Finished) ->
         if path.is_file() and os.fsencode(run) in path.read_bytes()
     }
     assert found == set()
+
+
+def test_nodes_with_run_directories_of_their_own_share_checkpoints(tmp_path: Path) -> None:
+    one, two, copied, home = (tmp_path / name for name in ("one", "two", "copied", "disk"))
+    for run_dir in (one, two):
+        run_dir.mkdir()
+        (run_dir / "job.toml").write_text(f'[checkpoint]\ndir = "{home}"\n')
+    write_owner(home, one, has_nodes=True)
+    owner = (home / "run.json").read_text()
+    assert owner_errors(home, two, has_nodes=True) == []
+    write_owner(home, two, has_nodes=True)
+    assert (home / "run.json").read_text() == owner
+    shutil.copytree(one, copied)
+    assert owner_errors(home, copied, has_nodes=True)
+    assert owner_errors(home, two)  # of another run
+    one.rename(tmp_path / "moved")
+    assert owner_errors(home, tmp_path / "moved", has_nodes=True) == []

@@ -56,7 +56,7 @@ def write_run_files(
         stored, stored_base = portable(job, run_dir), portable(base, run_dir)
         replace_text(path, to_toml(stored, recipe, stored_base, earlier))
         if not job.resilience.has_replica_groups:
-            write_owner(home, run_dir)
+            write_owner(home, run_dir, plan.world_size > plan.local_world_size)
         _write_data_files(run_dir, job.data, dataset)
         save_prediction(prediction, run_dir)
     except OSError as error:

@@ -136,7 +136,8 @@ def prepare_job(
     if is_unknown:
         later[:] = [error for error in later if error.key != "data.tokenizer"]
     elif job.run.dir != "auto" and "://" not in job.run.dir:
-        later += _check_run_dir(job, is_reachable)
+        has_nodes = plan is not None and plan.world_size > plan.local_world_size
+        later += _check_run_dir(job, is_reachable, has_nodes)
     # Leave out errors that only follow from a reported one.
     errors.add_independent({str(error): error for error in later}.values())
     if errors or plan is None:
@@ -392,7 +393,7 @@ def check_writable(key: str, value: str) -> list[ConfigError]:
     return []
 
 
-def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
+def _check_run_dir(job: Job, has_checkpoint_dir: bool, has_nodes: bool) -> list[ConfigError]:
     """Check that the run directory is writable, and that a run in it is this run."""
     folder, errors = Path(job.run.dir), ConfigErrors(job)
     errors += check_writable("run.dir", job.run.dir)
@@ -400,7 +401,7 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool) -> list[ConfigError]:
         return errors
     before, home = folder / "job.toml", checkpoint_dir(job.checkpoint, folder)
     if not job.resilience.has_replica_groups:  # whose run directories share the checkpoints
-        errors += owner_errors(home, folder)
+        errors += owner_errors(home, folder, has_nodes)
         if errors:
             return errors
     if not (found := list_checkpoints(home)):
