@@ -140,6 +140,6 @@ was_interrupted = threading.Event()
 
 
 def interrupt(number: int, frame: object) -> NoReturn:
-    """Handle a signal as Ctrl-C; a library may replace the exception by one of its own."""
+    """Handle a signal as Ctrl-C; a library may replace the exception."""
     was_interrupted.set()
     raise KeyboardInterrupt
