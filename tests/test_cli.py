@@ -127,11 +127,6 @@ def test_train_all_mistakes_are_reported_at_once(
             "parallel.dp_replicate",
             "1, 2 or 4",
         ),
-        (
-            ["--train.microbatch_size", "9", "--run.nproc_per_node", "2"],
-            "train.microbatch_size=9",
-            "at most 8",
-        ),
         (["--train.seq_len", "4096"], "train.seq_len=4096", "--model.max_seq_len 4096"),
         (["--data.vocab_size", "9999"], "data.vocab_size=9999", "--model.vocab_size 9999"),
         (["--model.num_kv_heads", "4"], "model.num_kv_heads=4", "1, 2, 3 or 6"),

@@ -131,9 +131,9 @@ def test_final_save_stop_saves_elsewhere_at_once_then_in_the_directory(
 
 def test_write_owner_directory_missing_is_created(tmp_path: Path) -> None:
     write_owner(tmp_path / "disk/new", tmp_path / "run")
-    assert json.loads((tmp_path / "disk/new/run.json").read_text()) == {
-        "run_dir": f"{tmp_path}/run"
-    }
+    owner = json.loads((tmp_path / "disk/new/run.json").read_text())
+    assert owner["run_dir"] == f"{tmp_path}/run"
+    assert owner["id"] == (tmp_path / "run/.run-id").read_text()
 
 
 @pytest.mark.parametrize("free", [0, 10**9])

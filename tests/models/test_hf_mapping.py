@@ -358,12 +358,12 @@ def test_pattern_of_layers_is_the_shortest(kinds: str) -> None:
 def test_reading_a_hostile_pattern_takes_little_time() -> None:
     family = FAMILIES["gemma2"]
     tree = to_hf_config(family, family.presets["toy"], "float32")
-    tree["num_hidden_layers"] = 10_000
-    tree["layer_types"] = ["sliding_attention"] * 9_999 + ["full_attention"]
+    tree["num_hidden_layers"] = 4096
+    tree["layer_types"] = ["sliding_attention"] * 4095 + ["full_attention"]
     start = time.monotonic()
     config, errors = from_hf_config(family, tree)
     assert errors == []
-    assert len(config.layer_pattern) == 10_000
+    assert len(config.layer_pattern) == 4096
     assert time.monotonic() - start < 5
 
 

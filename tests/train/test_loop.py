@@ -205,7 +205,7 @@ def test_run_nan_loss_stops_before_it_is_recorded(store_path: Path, tmp_path: Pa
     ("path", "message"),
     [
         ("s3://key:hunter2@bucket/x", "has credentials in it"),
-        ("nosuch://bucket/x", "cannot be reached"),
+        ("nosuch://bucket/x", "is not the URL of a store"),
     ],
 )
 def test_checkpoint_dir_unreachable_or_with_credentials_is_refused(

@@ -46,6 +46,7 @@ def write_owner(home: Path, run_dir: Path, has_nodes: bool = False) -> None:
         return
     if not (run_id := _read_id(run_dir)):
         run_id = uuid.uuid4().hex
+        run_dir.mkdir(parents=True, exist_ok=True)
         replace_text(run_dir / ID_FILE, run_id)
     content = json.dumps({"run_dir": str(run_dir.absolute()), "id": run_id}) + "\n"
     if is_remote(home):

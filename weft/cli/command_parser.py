@@ -40,6 +40,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
         self.takes_keys = takes_keys
         self.options_are_words = False  # as of 'weft help --parallel.tp'
+        # Argument that also takes words after options; argparse wants all of them in one place.
+        self.words_after_options = ""
         self.groups: dict[str, list[str]] = {}  # names of commands by title, for the help
         self._commands: Commands | None = None
 
@@ -123,6 +125,10 @@ class CommandParser(argparse.ArgumentParser):
         elif unknown := self._find_unknown_option(words):
             self.error(f"{unknown} is not an option{self._suggest_option(unknown)}")
         options, rest = super().parse_known_args(words, namespace)
+        if name := self.words_after_options:
+            more = [word for word in rest if not word.startswith("-")]
+            setattr(options, name, [*getattr(options, name), *more])
+            rest = [word for word in rest if word.startswith("-")]
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         if self.takes_keys:

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
 from weft.cli.option_values import count, local_path, not_negative, positive, run_path
@@ -50,19 +50,7 @@ def add_generate(commands: Commands) -> None:
     add("--batch", type=positive, default=8, help="batch size in prompts (default: 8)")
     add("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling(parser)
-    accept_prompts_anywhere(parser)
-
-
-def accept_prompts_anywhere(parser: CommandParser) -> None:
-    """Accept prompts after options, too; argparse wants them at the checkpoint."""
-    parse = parser.parse_known_args
-
-    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        options, unknown = parse(args, namespace)
-        options.texts = [*options.texts, *(word for word in unknown if not word.startswith("-"))]
-        return options, [word for word in unknown if word.startswith("-")]
-
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.words_after_options = "texts"
 
 
 def add_sampling(parser: CommandParser) -> None:

@@ -58,7 +58,8 @@ def write_durably(path: Path, data: bytes | memoryview[Any]) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.stat().st_mode):  # root could replace a device of the machine
+        mode = path.stat().st_mode  # a directory is refused by the replacement
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # root could replace a device
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     # Other nodes may write the same file.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
@@ -169,7 +170,7 @@ def read_input(path: Path) -> str:
         ValueError: if it is not UTF-8.
     """
     if not path.is_fifo():
-        return read_text(path)
+        return _with_newlines(read_text(path))
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         os.set_blocking(file.fileno(), True)  # only the opening must not wait
         content = file.read(MAX_BYTES + 1)
@@ -177,7 +178,12 @@ def read_input(path: Path) -> str:
         raise OSError(errno.EINVAL, "it is a pipe to which nothing is written", str(path))
     if len(content) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB", str(path))
-    return content.decode("utf-8")
+    return _with_newlines(content.decode("utf-8"))
+
+
+def _with_newlines(text: str) -> str:
+    """Convert the ends of lines of other systems, as Python's text files do."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def append_bytes(path: Path, data: bytes, lines: bool = True) -> None:
