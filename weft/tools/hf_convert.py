@@ -27,7 +27,7 @@ from weft.checkpoint.weight_files import (
     publish_directory,
     write_weight_files,
 )
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.escaping import is_one_line
 from weft.data.document_tokens import (
     IMPORTED_DIR,
@@ -207,11 +207,14 @@ def count_progress(message: str, num_bytes: int, report: Report) -> Callable[[in
     return add
 
 
+STORE_REMEDY = "check the URL, and credentials, region and endpoint in ~/.aws or AWS_* variables"
+
+
 def path_exists(path: Path) -> bool:
     """Return True if the path exists, even as a broken link.
 
     Raises:
-        WeftError: if an object store cannot be asked.
+        InvalidConfig: if an object store cannot be asked.
     """
     if not is_remote(path):
         return os.path.lexists(path)
@@ -219,7 +222,8 @@ def path_exists(path: Path) -> bool:
         return path.exists()
     except Exception as error:  # of any type, from the store's package
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise WeftError(f"{path}: the object store cannot be reached: {reason}") from error
+        rule = f"cannot be read: {reason}"
+        raise InvalidConfig([ConfigError(str(path), MISSING, rule, STORE_REMEDY)]) from error
 
 
 def _parse_size(text: str, errors: ConfigErrors) -> int:

@@ -50,6 +50,7 @@ from weft.tools.hf_convert import (
     COMPANION_FILES,
     DTYPES,
     SOURCE_DIR,
+    STORE_REMEDY,
     check_out,
     count_progress,
     path_exists,
@@ -71,7 +72,6 @@ PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 # Rotary tables of old checkpoints, which follow from the configuration.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 MAX_PROBLEMS = 5
-STORE_REMEDY = "check the URL, and credentials, region and endpoint in ~/.aws or AWS_* variables"
 SAFETENSORS_REMEDY = "if you trust its source, load it with transformers and call save_pretrained()"
 
 
