@@ -78,7 +78,7 @@ def test_stop_signal_whose_exception_a_library_replaces_ends_the_start(
     """As pydantic does while it builds a schema."""
     monkeypatch.setattr(start, "stop_requested", threading.Event())
 
-    @start.ending_if_stopped()
+    @start.handle_stop_errors()
     def run_library() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)

@@ -26,7 +26,6 @@ from weft.api.arguments import (
     read_text,
     read_texts,
     show_value,
-    to_python,
 )
 from weft.api.child import run_in_child
 from weft.api.overrides import encode_overrides
@@ -36,6 +35,7 @@ from weft.api.tasks import CompareRequest, TrainRequest, VerifyRequest
 from weft.cluster import UNHEALTHY
 from weft.cluster.rank_exit import TrainingFailed
 from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
+from weft.config.formatting import to_python
 
 if TYPE_CHECKING:
     import torch
@@ -116,10 +116,7 @@ def train(
     run_dir, status = run_in_child("train_recipe", request)
     if status == UNHEALTHY:
         raise TrainingFailed("this node failed its check before the start", status)
-    errors = ConfigErrors()
-    path = read_path("run_dir", run_dir, errors)
-    errors.raise_any()
-    return RunHandle(path)
+    return RunHandle(run_dir)
 
 
 @argument_names()

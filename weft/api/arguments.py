@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.files import describe_cause
+from weft.config.formatting import to_python
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +59,6 @@ def argument_names() -> Iterator[None]:
         raise InvalidConfig(errors) from invalid.__cause__
 
 
-def to_python(value: object) -> Any:
-    """Return scalars and arrays of NumPy or PyTorch as Python numbers."""
-    return value.tolist() if callable(getattr(value, "tolist", None)) else value  # type: ignore[attr-defined]
-
-
 def read_text(name: str, value: object, errors: ConfigErrors) -> str:
     """Return a string."""
     if isinstance(value, str):
@@ -82,7 +78,7 @@ def read_path(name: str, value: object, errors: ConfigErrors) -> str:
         errors.add(name, rule, value=show_value(value))
         return ""
     try:
-        os.path.lexists(path) or os.stat(path)
+        os.stat(path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:  # too long, or with a null character

@@ -150,7 +150,7 @@ def run_command(session: ChatSession, line: str) -> bool:
         try:
             session.save(expand_path(argument))
             notice(f"saved to {argument}")
-        except (OSError, RuntimeError) as error:  # ~name without such a user
+        except OSError as error:
             notice(f"weft: {argument} cannot be written: {error}")
     elif name == "/save":
         notice("weft: write /save FILE")

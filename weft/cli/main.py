@@ -75,6 +75,15 @@ def build_parser() -> CommandParser:
     return parser
 
 
+was_interrupted = threading.Event()
+
+
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Handle a signal as Ctrl-C; a library may replace the exception."""
+    was_interrupted.set()
+    raise KeyboardInterrupt
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     if sys.stdout is None:  # closed by the parent process; the ranks inherit it
@@ -134,12 +143,3 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-was_interrupted = threading.Event()
-
-
-def interrupt(number: int, frame: object) -> NoReturn:
-    """Handle a signal as Ctrl-C; a library may replace the exception."""
-    was_interrupted.set()
-    raise KeyboardInterrupt

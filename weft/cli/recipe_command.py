@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -63,4 +64,4 @@ def run_recipe_from(options: argparse.Namespace) -> None:
     for line in summarize(translation):
         print(line, file=sys.stderr)
     if options.output:
-        print(f"next: weft plan {options.output}", file=sys.stderr)
+        print(f"next: weft plan {shlex.quote(str(options.output))}", file=sys.stderr)

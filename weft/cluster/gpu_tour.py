@@ -108,7 +108,6 @@ def run_tour(
         WeftError: if the directory is not writable.
     """
     start = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     root = expand_path("" if job.run.dir == "auto" else job.run.dir).absolute()
     page = root / f"gpu-tour-{time.strftime('%Y%m%d-%H%M%S')}.md"
     results: list[StageResult] = []

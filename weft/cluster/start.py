@@ -43,6 +43,7 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path, replace_bytes
 from weft.config.formatting import display_path, format_count
 from weft.config.locks import lock_directory
+from weft.config.reader import recipe_names
 from weft.config.schema import Job
 from weft.data.dataset import Dataset
 from weft.data.inspect import describe_packing
@@ -86,8 +87,8 @@ class UnhealthyNode(Exception):
 
 
 @contextmanager
-def ending_if_stopped() -> Iterator[None]:
-    """End the process after a stop signal, whatever exception arrives.
+def handle_stop_errors() -> Iterator[None]:
+    """End the process if an exception arrives after a stop signal.
 
     A library may replace the SystemExit of the handler: pydantic turns it into a SchemaError.
     """
@@ -98,7 +99,7 @@ def ending_if_stopped() -> Iterator[None]:
         raise
 
 
-@ending_if_stopped()
+@handle_stop_errors()
 def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the data, train on this node's ranks, and print the results.
 
@@ -476,7 +477,7 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
     lines.append(f"run directory: {display_path(run_dir)}")
     lines.append(f"next:  weft chat {run_argument}")
     if job.data.path in (STORIES, STDLIB) and not job.data.is_mixture:
-        name = recipe if not recipe.endswith(".toml") else "demo"
+        name = recipe if recipe in recipe_names() else "demo"
         lines.append(f"       weft train {name} --data.path FILE_OR_DIRECTORY   # your own text")
     elif is_next_token:
         lines.append(f"       weft evaluate {run_argument}")

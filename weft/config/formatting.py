@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def format_columns(
@@ -41,14 +42,18 @@ def format_value(value: object) -> str:
     return value if isinstance(value, str) else format_toml(value)
 
 
+def to_python(value: object) -> Any:
+    """Return scalars and arrays of NumPy or PyTorch as Python numbers and lists."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value  # type: ignore[attr-defined]
+
+
 def to_toml_type(value: object) -> object:
     """Return numbers, paths and dtypes of other libraries as numbers and strings."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
-    # Scalars and arrays of NumPy and PyTorch.
-    return value.tolist() if callable(getattr(value, "tolist", None)) else value  # type: ignore[attr-defined]
+    return to_python(value)
 
 
 def format_toml(value: object) -> str:

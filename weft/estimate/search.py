@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import threading
 from collections import Counter
@@ -521,7 +522,7 @@ def render_recipe(result: SearchResult, job: Job, recipe: str, cluster: str) -> 
     header = [
         f"weft {__version__} found this layout on {date.today()}, the best of "
         f"{result.num_considered:,} layouts on {plan.world_size:,} ranks:",
-        f"weft plan {recipe} --cluster {cluster} --search",
+        f"weft plan {shlex.quote(recipe)} --cluster {cluster} --search",
         f"Predicted: {prediction.step_seconds:.3f} s per step (within {prediction.error:.0%}), "
         f"{prediction.needed_bytes / GIB:.1f}{capacity} GiB on the fullest rank.",
         "",

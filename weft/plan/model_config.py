@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -308,8 +309,9 @@ def _read_model(directory: Path, path: str) -> ModelSection:
         remedy = PATH_REMEDY
         if (directory / ".metadata").is_file():
             rule = "is a directory of torch.distributed.checkpoint"
-            remedy = f"import it once: weft import {path} RUN_DIRECTORY --assets DIRECTORY, with "
-            remedy += "the directory of the model's config.json. Then give that run directory"
+            command = f"weft import {shlex.quote(path)} RUN_DIRECTORY --assets DIRECTORY"
+            remedy = f"import it once: {command}, with the directory of the model's config.json. "
+            remedy += "Then give that run directory"
         raise InvalidConfig([ConfigError("model.path", path, rule, remedy)])
     kind, problems = detect_family(tree, FAMILIES)
     if kind is not None:

@@ -167,10 +167,7 @@ def _absolute_paths(job: Job) -> Job:
     def full(value: str, word: str) -> str:
         if value == word or "://" in value:
             return value
-        try:
-            return str(expand_path(value).absolute())
-        except RuntimeError:  # ~name without such a user: an ordinary name
-            return str(Path(value).absolute())
+        return str(expand_path(value).absolute())
 
     def data(value: str) -> str:
         return value if is_user_function(value) else full(value, STDLIB)
