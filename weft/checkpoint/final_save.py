@@ -4,7 +4,7 @@ The state exists only in memory, so the run does not end while a save may still 
 again for ``checkpoint.final_save_timeout`` seconds.  Then it saves into a new directory below the
 first of these places that has room and that all ranks see: the run directory,
 ``checkpoint.local_dir``, the temporary directory, ``/dev/shm``.  After a stop signal there may be
-only 30 seconds, so it does this after the first failure, and goes on trying.
+only 30 seconds, so it does this after the first failure, and keeps trying.
 
 The new directory is an ordinary directory of checkpoints with the leases of the run, so the run
 resumes from it with ``--checkpoint.dir``.  A file in the run directory names it, for messages.
@@ -124,7 +124,7 @@ class FinalSave:
             if not has_tried and self._should_stop():
                 has_tried = True
                 self._save_elsewhere()
-                more = "weft goes on trying; a second signal ends the run at once"
+                more = "weft keeps trying; a second signal ends the run at once"
                 self._log(f"{self._outcome()}. {self._lease.directory}: {more}")
             if second < seconds:
                 enter_phase("checkpoint")  # a heartbeat: this is not a hang

@@ -323,7 +323,7 @@ def check_names(job: Job) -> ConfigErrors:
 def check_logins(job: Job) -> ConfigErrors:
     """Check that Weights & Biases has a login, before a new run tokenizes its data.
 
-    A run that has started goes on without: its login may have expired.
+    A run that has started continues without: its login may have expired.
     """
     errors = ConfigErrors(job)
     if job.run.dir != "auto" and os.path.exists(Path(job.run.dir) / "metrics.jsonl"):
