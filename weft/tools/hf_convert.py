@@ -222,7 +222,7 @@ def path_exists(path: Path) -> bool:
         return path.exists()
     except Exception as error:  # of any type, from the store's package
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        rule = f"cannot be read: {reason}"
+        rule = f"cannot be reached: {reason}"
         raise InvalidConfig([ConfigError(str(path), MISSING, rule, STORE_REMEDY)]) from error
 
 
