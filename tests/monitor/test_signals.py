@@ -9,7 +9,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,6 +32,7 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.data.dataset import open_dataset
 from weft.monitor.run_reader import read_event_log
 from weft.monitor.signals import listen
+from weft.train import loop
 from weft.train.loop import train
 from weft.train.step import TrainStep
 
@@ -267,6 +270,35 @@ def test_stop_abandons_a_generation_which_the_next_start_makes_up_for(
     ]
     assert steps == [3, 6, 9, 12]
     assert_equal_runs(tmp_path, reference_run)
+
+
+def compare_replicas_with_a_signal(overrides: Overrides, store: str) -> bool:
+    """Train; the last rank gets a signal in the third comparison of replicas."""
+    listen()
+    job, rank, calls = small_job(*overrides), this_rank(), count(1)
+    compare = loop.compare_replicas
+
+    def compare_with_a_signal(*args: Any) -> None:
+        if next(calls) == 3 and rank.rank == rank.world_size - 1:
+            os.kill(os.getpid(), TERM)
+        compare(*args)
+
+    loop.compare_replicas = compare_with_a_signal
+    return train(plan_here(job), open_dataset(Path(store)), rank, Console(quiet=True))
+
+
+def test_stop_in_a_comparison_of_replicas_saves_that_step(store_path: Path, tmp_path: Path) -> None:
+    job = [*STEPS, ("parallel.dp_replicate", "2"), ("resilience.replica_check", "3")]
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    here = [*job, ("run.dir", str(run))]
+    assert run_ranks(compare_replicas_with_a_signal, 2, here, str(store_path)) == [False, False]
+    # Replicas are compared after steps 3 and 6, and before the save of step 4.
+    assert checkpoint_step(list_checkpoints(run / "checkpoints")[-1]) == 6
+    (stop,) = [event["text"] for event in read_event_log(run)[0] if event["kind"] == "stop"]
+    assert re.fullmatch(rf"SIGTERM: saved step 6 {TIMES}", stop)
+    assert run_ranks(train_rank, 2, here, str(store_path)) == [None, None]
+    run_ranks(train_rank, 2, [*job, ("run.dir", str(reference))], str(store_path))
+    assert_equal_runs(run, reference)
 
 
 @pytest.mark.slow
