@@ -30,7 +30,8 @@ def test_draw_reaches_every_command() -> None:
 
 
 def test_command_of_random_words_ends_with_a_message(inputs: Path, tmp_path: Path) -> None:
-    assert fuzz(inputs, tmp_path / "fuzz", 0, FEW, bounded=True, limit=60) == []
+    failures = fuzz(inputs, tmp_path / "fuzz", 0, FEW, bounded=True, limit=60)
+    assert not failures, "\n\n".join(failures)
 
 
 @pytest.mark.slow
@@ -40,13 +41,15 @@ def test_command_of_many_random_words_ends_with_a_message(
     bounded: bool, inputs: Path, tmp_path: Path
 ) -> None:
     seed = random.randrange(10**9)
-    assert fuzz(inputs, tmp_path / "fuzz", seed, MANY, bounded, limit=120) == []
+    failures = fuzz(inputs, tmp_path / "fuzz", seed, MANY, bounded, limit=120)
+    assert not failures, "\n\n".join(failures)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_command_with_a_hostile_path_ends_with_a_message(inputs: Path, tmp_path: Path) -> None:
-    assert fuzz(inputs, tmp_path / "fuzz", PATHS_SEED, 0, bounded=True, limit=60) == []
+    failures = fuzz(inputs, tmp_path / "fuzz", PATHS_SEED, 0, bounded=True, limit=60)
+    assert not failures, "\n\n".join(failures)
 
 
 @pytest.mark.parametrize("text", ["x" * 300, "s3://bucket/run"])
@@ -128,6 +131,26 @@ def test_main_with_a_file_that_may_not_be_read_names_it(
     monkeypatch.setattr(os, "stat", refuse)
     assert main(["hang", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"weft: {tmp_path}/job.toml: permission denied\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["export", "RUN", "http://127.0.0.1:9/x"], "is a server that can only be read"),
+        (["export", "RUN", "s3://"], "names no bucket"),
+        (["train", "demo", "--dry-run", "--checkpoint.dir=s3://"], "names no bucket"),
+        (["train", "demo", "--dry-run", "--checkpoint.dir=http://x/y"], "can only be read"),
+    ],
+)
+def test_store_that_cannot_be_written_is_a_usage_error(
+    words: list[str], rule: str, inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main([str(inputs / "run") if word == "RUN" else word for word in words])
+    except SystemExit as error:
+        status = int(error.code or 0)
+    assert status == 2
+    assert rule in capsys.readouterr().err
 
 
 def test_export_to_a_store_without_credentials_names_the_reason(

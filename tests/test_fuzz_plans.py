@@ -20,7 +20,8 @@ def test_plan_of_a_random_job_ends_with_a_forecast_or_a_message() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_plan_of_many_random_jobs_ends_with_a_forecast_or_a_message() -> None:
-    assert fuzz(random.randrange(10**9), MANY) == []
+    failures = fuzz(random.randrange(10**9), MANY)
+    assert not failures, "\n\n".join(failures)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
+BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "oss")
+READ_ONLY_SCHEMES = ("http://", "https://")
+
+
 class CorruptData(Exception):
     """Stored bytes are not what was written; the message is a clause."""
 
@@ -50,6 +54,10 @@ def open_directory(location: str | Path) -> Path:
         return Path(location)
     if problems := check_url("directory", str(location)):
         raise InvalidConfig(problems)
+    scheme, _, rest = str(location).partition("://")
+    if scheme in BUCKET_SCHEMES and not rest.strip("/"):
+        rule, remedy = "names no bucket", f"use {scheme}://BUCKET/PATH"
+        raise InvalidConfig([ConfigError("directory", str(location), rule, remedy)])
     try:
         from upath import UPath
 
@@ -61,6 +69,14 @@ def open_directory(location: str | Path) -> Path:
         rule, remedy = f"is not the URL of a store: {error}", "use s3://BUCKET/PATH"
         raise InvalidConfig([ConfigError("directory", str(location), rule, remedy)]) from error
     return directory  # type: ignore[no-any-return]
+
+
+def check_store_writable(key: str, url: str) -> list[ConfigError]:
+    """Return an error if a URL's file system can only be read."""
+    if not url.startswith(READ_ONLY_SCHEMES):
+        return []
+    rule, remedy = "is a server that can only be read", "use a directory, or s3://BUCKET/PATH"
+    return [ConfigError(key, url, rule, remedy)]
 
 
 def is_remote(path: Path) -> bool:

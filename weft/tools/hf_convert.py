@@ -19,7 +19,12 @@ import torch
 
 from weft.checkpoint.manifest import CheckpointError
 from weft.checkpoint.safetensors import parse_json
-from weft.checkpoint.storage import CorruptData, create_file, is_remote
+from weft.checkpoint.storage import (
+    CorruptData,
+    check_store_writable,
+    create_file,
+    is_remote,
+)
 from weft.checkpoint.weight_files import (
     UnrepresentableValue,
     Weight,
@@ -82,6 +87,8 @@ def check_out(errors: ConfigErrors, key: str, out: Path, num_bytes: int) -> None
     if not is_remote(out) and not is_one_line(str(out)):
         rule = "has control characters, or bytes that are not UTF-8"
         errors.add(key, rule, "use another name", value=str(out))
+    elif is_remote(out) and (unwritable := check_store_writable(key, str(out))):
+        errors += unwritable
     elif path_exists(out):
         errors.add(key, "exists already", "name a new directory", value=str(out))
     elif not is_remote(out):

@@ -26,7 +26,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.run_fingerprints import check_run_files
-from weft.checkpoint.storage import open_directory
+from weft.checkpoint.storage import check_store_writable, open_directory
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url, expand_path
 from weft.config.formatting import format_count, format_value
@@ -271,7 +271,7 @@ def _check_checkpoint_dir(errors: ConfigErrors, value: str) -> bool:
     key, num_errors = "checkpoint.dir", len(errors)
     if "://" not in value:
         errors += check_writable(key, value) if value != "auto" else []
-    elif url_errors := check_url(key, value):
+    elif url_errors := [*check_url(key, value), *check_store_writable(key, value)]:
         errors += url_errors
     else:
         try:
