@@ -421,7 +421,7 @@ def test_compare_recipe_with_itself_finds_no_difference(store_path: Path, tmp_pa
         (comparison,) = result["comparisons"]
         assert comparison["loss"]["answer"] in ("equivalent", "undecided")
         if comparison["speed"]["answer"] == "no difference found":
-            assert "no difference in speed was found" in result["verdict"][0]
+            assert "speed" not in result["verdict"][0]  # a seed does not change it
             break
         os.rename(tmp_path / "out", tmp_path / f"out-{time.monotonic()}")
     else:
