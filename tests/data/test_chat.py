@@ -24,17 +24,12 @@ from tests.chat import (
     write_lines,
     write_tokenizer,
 )
+from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.chat import (
-    ChatEncoder,
-    ChatTemplate,
-    EncodedConversation,
-    Example,
-    InvalidConversation,
-    load_chat_template,
-    parse_line,
-)
+from weft.data.chat import ChatEncoder, EncodedConversation, make_chat_encoder
+from weft.data.chat_rows import Example, InvalidConversation, RowFormat, parse_line
+from weft.data.chat_template import ChatTemplate, load_chat_template
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.inspect import inspect_dataset
 from weft.data.prepare import check_chat, prepare_data
@@ -56,11 +51,12 @@ def section(path: Path | str, tokenizer: Path, **extra: Any) -> DataSection:
 
 
 def writer(tokenizer: Path, **extra: Any) -> ChatEncoder:
-    return ChatEncoder(str(tokenizer), load_chat_template(section(Path("x"), tokenizer, **extra)))
+    chosen = section(Path("x"), tokenizer, **extra)
+    return make_chat_encoder(chosen, load_chat_template(chosen))
 
 
 def encode(of: ChatEncoder, example: Example) -> EncodedConversation:
-    [result] = of.encode([of.render_with_spans(example)])
+    [result] = of.encode(of.render(example))
     return result
 
 
@@ -113,7 +109,9 @@ def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> Non
     tokenizer = write_tokenizer(tmp_path, LLAMA)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     messages = [TURNS[0], CALL, message("tool", "4"), message("assistant", "It is 4.")]
-    [example] = parse_line(json.dumps({"messages": messages, "tools": [TOOL]}).encode(), False)
+    [example] = parse_line(
+        json.dumps({"messages": messages, "tools": [TOOL]}).encode(), RowFormat()
+    )
     ours = writer(tokenizer)
     result = encode(ours, example)
     assert result.tokens.tolist() == theirs.apply_chat_template(messages, tools=[TOOL])["input_ids"]
@@ -176,14 +174,23 @@ def test_chat_template_with_and_without_marks_learns_the_same(tmp_path: Path) ->
         assert a.loss_mask.tolist() == b.loss_mask.tolist()
 
 
-def test_chat_turns_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+def test_chat_turns_that_a_later_one_changes_are_examples_of_their_own(tmp_path: Path) -> None:
     ours = writer(write_tokenizer(tmp_path, REASONING))
     thought = message("assistant", "4", reasoning="two and two")
-    one = parse_line(json.dumps({"messages": [TURNS[0], thought]}).encode(), False)[0]
+    one = parse_line(json.dumps({"messages": [TURNS[0], thought]}).encode(), RowFormat())[0]
     assert trained_text(ours, encode(ours, one)) == ["<think>two and two</think>4<|im_end|>"]
-    two = parse_line(json.dumps({"messages": [TURNS[0], thought, *TURNS[2:]]}).encode(), False)[0]
-    with pytest.raises(InvalidConversation, match=r"no generation blocks.*\(message 2\)"):
-        ours.render_with_spans(two)
+    two = parse_line(
+        json.dumps({"messages": [TURNS[0], thought, *TURNS[2:]]}).encode(), RowFormat()
+    )[0]
+    first, second = ours.encode(ours.render(two))
+    assert trained_text(ours, first) == ["<think>two and two</think>4<|im_end|>"]
+    [trained] = trained_text(ours, second)
+    assert trained == TURNS[3]["content"] + "<|im_end|>"
+    history = ours.tokenizer.decode(second.tokens.tolist(), skip_special_tokens=False)
+    assert "<|im_start|>assistant\n4<|im_end|>" in history
+    last = writer(tmp_path / "tokenizer.json", train_turns="last")
+    [only] = last.encode(last.render(two))
+    assert trained_text(last, only) == [trained]
 
 
 # --------------------------------------------------------------------------- lines
@@ -200,17 +207,17 @@ def test_chat_turns_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
 )
 def test_chat_prompt_and_answer_pairs_are_conversations(line: dict[str, Any]) -> None:
     expected = [message("user", "a?"), message("assistant", "b")]
-    assert parse_line(json.dumps(line).encode(), False) == [Example(expected, None, 0)]
+    assert parse_line(json.dumps(line).encode(), RowFormat()) == [Example(expected, None, 0)]
 
 
 def test_chat_surrogate_pairs_become_one_character() -> None:
-    [example] = parse_line(rb'{"prompt": "\ud83d\ude42", "response": "x"}', False)
+    [example] = parse_line(rb'{"prompt": "\ud83d\ude42", "response": "x"}', RowFormat())
     assert example.messages[0]["content"] == "\U0001f642"
 
 
 def test_chat_system_and_input_fields_are_read() -> None:
     line = {"system": "s", "instruction": "a", "input": "i", "output": "b"}
-    [example] = parse_line(json.dumps(line).encode(), False)
+    [example] = parse_line(json.dumps(line).encode(), RowFormat())
     assert [m["content"] for m in example.messages] == ["s", "a\n\ni", "b"]
 
 
@@ -241,7 +248,7 @@ def test_chat_system_and_input_fields_are_read() -> None:
     ],
 )
 def test_chat_preferences_give_two_answers(line: dict[str, Any]) -> None:
-    chosen, rejected = parse_line(json.dumps(line).encode(), True)
+    chosen, rejected = parse_line(json.dumps(line).encode(), RowFormat(preferences=True))
     assert chosen == Example([message("user", "a?"), message("assistant", "b")], None, 1)
     assert rejected == Example([message("user", "a?"), message("assistant", "c")], None, 1)
 
@@ -249,7 +256,7 @@ def test_chat_preferences_give_two_answers(line: dict[str, Any]) -> None:
 def test_chat_parts_are_one_text_unless_the_template_reads_them(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     [example] = parse_line(
-        json.dumps({"messages": [message("user", parts), TURNS[1]]}).encode(), False
+        json.dumps({"messages": [message("user", parts), TURNS[1]]}).encode(), RowFormat()
     )
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
     reads = (
@@ -258,12 +265,12 @@ def test_chat_parts_are_one_text_unless_the_template_reads_them(tmp_path: Path) 
     )
     for source, expected in ((plain, "<user>one\ntwo"), (reads, "<user>onetwo")):
         template = ChatTemplate({"default": source}, {}, "test")
-        assert template.render(example, 1, False) == expected
+        assert template.render(example.messages[:1], None, False) == expected
     image = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
     for content in (image, ["one"], [{"type": "text"}], {"type": "text", "text": "one"}):
         line = json.dumps({"messages": [message("user", content), TURNS[1]]}).encode()
         with pytest.raises(InvalidConversation, match="the content of message 1 is not text"):
-            parse_line(line, False)
+            parse_line(line, RowFormat())
 
 
 def test_chat_preferences_have_system_and_input() -> None:
@@ -275,7 +282,9 @@ def test_chat_preferences_have_system_and_input() -> None:
             "rejected": [message("user", "a\n\ni"), message("assistant", "c")],
         },
     ):
-        for example, answer in zip(parse_line(json.dumps(line).encode(), True), "bc", strict=True):
+        for example, answer in zip(
+            parse_line(json.dumps(line).encode(), RowFormat(preferences=True)), "bc", strict=True
+        ):
             assert [m["content"] for m in example.messages] == ["s", "a\n\ni", answer]
             assert example.loss_start == 2
 
@@ -313,7 +322,7 @@ def test_chat_each_bad_line_is_reported_with_its_location(tmp_path: Path) -> Non
     assert lines[-1] == "  and 3 more"
     for line, what in BAD.items():
         with pytest.raises(InvalidConversation, match=what):
-            parse_line(line.encode("utf-8", "surrogateescape"), False)
+            parse_line(line.encode("utf-8", "surrogateescape"), RowFormat())
     assert not list((tmp_path / "cache").rglob("*.bin*"))
 
 
@@ -325,7 +334,7 @@ def test_chat_each_bad_line_is_reported_with_its_location(tmp_path: Path) -> Non
         ({"prompt": 1, "chosen": "b", "rejected": "c"}, "prompt is neither"),
         ({"prompt": "a", "chosen": 1, "rejected": "c"}, "chosen or rejected is neither"),
         ({"prompt": "a", "chosen": [TURNS[0]], "rejected": "c"}, "no assistant turn"),
-        ({"question": "a", "chosen": "b", "rejected": "c"}, "neither a prompt nor answers"),
+        ({"topic": "a", "chosen": "b", "rejected": "c"}, "neither a prompt nor answers"),
         ({"chosen": [], "rejected": "c"}, "neither a prompt nor answers"),
         ({"prompt": [], "chosen": [], "rejected": "c"}, "empty conversation"),
         (
@@ -347,7 +356,7 @@ def test_chat_each_bad_line_is_reported_with_its_location(tmp_path: Path) -> Non
 )
 def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> None:
     with pytest.raises(InvalidConversation, match=what):
-        parse_line(json.dumps(line).encode(), True)
+        parse_line(json.dumps(line).encode(), RowFormat(preferences=True))
 
 
 def test_chat_pair_that_the_template_makes_equal_is_refused(tmp_path: Path) -> None:
@@ -373,10 +382,10 @@ def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     text = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     ours = writer(write_tokenizer(tmp_path, text))
     with pytest.raises(InvalidConversation, match=r"unsafe"):
-        ours.render_with_spans(Example(TURNS, None, 0))
+        ours.render(Example(TURNS, None, 0))
     ours = writer(write_tokenizer(tmp_path / "b", "{{ messages.append(1) }}"))
     with pytest.raises(InvalidConversation, match=r"not safely|unsafe"):
-        ours.render_with_spans(Example(TURNS, None, 0))
+        ours.render(Example(TURNS, None, 0))
 
 
 def test_load_template_finds_each_source(tmp_path: Path) -> None:
@@ -387,7 +396,7 @@ def test_load_template_finds_each_source(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "", chat_template=several)
     template = load_chat_template(section(Path("x"), tokenizer))
     assert template.sources == {"default": "d", "tool_use": "t"}
-    assert template.render(Example(TURNS, [TOOL], 0), 1, False) == "t"
+    assert template.render(TURNS[:1], [TOOL], False) == "t"
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface/chat_template.jinja").write_text("of the import")
     assert load_chat_template(section(Path("x"), tokenizer)).sources == {"default": "of the import"}
@@ -516,6 +525,24 @@ def test_data_inspect_shows_trained_tokens(tmp_path: Path) -> None:
     )
     assert lines[at + 1] == output
     assert sum(line.startswith("-- ") for line in lines) == 2
+
+
+def test_data_inspect_takes_the_tokenizer_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Model, data and nothing else; the page marks what is trained."""
+    model = write_tokenizer(tmp_path / "model", CHATML).parent
+    (model / "config.json").write_text("{}")
+    rows = [{"question": f"<b>{i}</b>?", "answer": f"it is {i} & more"} for i in range(10)]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    words = ["data", "inspect", "lora", "--model.path", str(model), "--data.path", str(file)]
+    words += ["--data.cache_dir", str(tmp_path / "cache"), "--html", str(tmp_path / "a.html")]
+    assert main(words) == 0
+    assert "[[it is 0 & more<|im_end|>]]" in capsys.readouterr().out
+    page = (tmp_path / "a.html").read_text("utf-8")
+    assert "&lt;b&gt;0&lt;/b&gt;?" in page
+    assert "<mark>it is 0 &amp; more&lt;|im_end|&gt;</mark>" in page
+    assert main([*words[:-1], str(tmp_path / "nowhere" / "a.html")]) == 2
 
 
 def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import zstandard
 from tests.harness import run_ranks
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.chat import load_chat_template
+from weft.data.chat_template import load_chat_template
 from weft.data.dataset import open_dataset
 from weft.data.document_tokens import find_separator
 from weft.data.mixture import write_mixture

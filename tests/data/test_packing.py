@@ -14,7 +14,9 @@ import torch
 
 from tests.chat import LLAMA, message, write_lines, write_tokenizer
 from weft.config.schema import DataSection
-from weft.data.chat import ChatEncoder, load_chat_template, parse_line
+from weft.data.chat import ChatEncoder
+from weft.data.chat_rows import RowFormat, parse_line
+from weft.data.chat_template import load_chat_template
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.inspect import describe_packing
@@ -165,8 +167,8 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(data_dir: Pa
     lines = (data_dir / "chat.jsonl").read_bytes().splitlines()
     long = {}
     for number, line in enumerate(lines, 1):
-        [example] = parse_line(line, False)
-        [result] = writer.encode([writer.render_with_spans(example)])
+        [example] = parse_line(line, RowFormat())
+        [result] = writer.encode(writer.render(example))
         if len(result.tokens) > 101:
             long[number] = len(result.tokens) - 1
     number, size = next(iter(long.items()))
@@ -222,9 +224,9 @@ def test_packing_pairs_share_rows_and_stay_together(data_dir: Path) -> None:
     lines = (data_dir / "pairs.jsonl").read_bytes().splitlines()
     for row, place, document in rows:
         number = int(store.index("train")[document, 2])
-        examples = parse_line(lines[number - 1], True)
+        examples = parse_line(lines[number - 1], RowFormat(preferences=True))
         for answer, result in enumerate(
-            writer.encode([writer.render_with_spans(e) for e in examples])
+            writer.encode([each for e in examples for each in writer.render(e)])
         ):
             assert batch.documents_BT is not None
             mask = batch.documents_BT[row] == 2 * place + answer

@@ -13,7 +13,7 @@ from tests.chat import make_tokenizer
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data import render_limits
-from weft.data.chat import ChatTemplate, Example, load_chat_template
+from weft.data.chat_template import ChatTemplate, load_chat_template
 from weft.tools.evaluate import _render
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -73,9 +73,9 @@ def test_render_conversation_that_takes_too_long_is_no_error_of_its_line(
     monkeypatch.setattr(render_limits, "MAX_SECONDS", 0.2)
     late = f"{{% if messages[0].content == 'late' %}}{ENDLESS}{{% endif %}}fine"
     template = load(tmp_path, late)
-    assert template.render(Example([{"role": "user", "content": "x"}], None, 0), 1, True) == "fine"
+    assert template.render([{"role": "user", "content": "x"}], None, True) == "fine"
     with pytest.raises(InvalidConfig, match="needs more than"):
-        template.render(Example([{"role": "user", "content": "late"}], None, 0), 1, True)
+        template.render([{"role": "user", "content": "late"}], None, True)
 
 
 def test_render_task_template_that_does_not_end_is_an_error(

@@ -774,6 +774,37 @@ def test_axolotl_options_of_a_dataset_with_the_values_of_weft_are_fine(tmp_path:
     assert not any(name.startswith("datasets") for name in found.unsupported)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("type: sharegpt", {}),
+        ("type: chat_template, field_messages: conversations, message_field_role: from", {}),
+        (
+            "type: chat_template, field_messages: dialog, "
+            "message_property_mappings: {role: speaker, content: said}, "
+            "roles: {user: [human, client], assistant: [gpt, agent]}",
+            {
+                "data.fields": {"messages": "dialog", "role": "speaker", "content": "said"},
+                "data.roles": {"client": "user", "agent": "assistant"},
+            },
+        ),
+        (
+            "type: {field_instruction: q, field_output: a, field_system: system}",
+            {"data.fields": {"prompt": "q", "response": "a"}},
+        ),
+    ],
+)
+def test_axolotl_names_of_rows_are_fields_and_roles(
+    options: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    text = SMALL_AXOLOTL.replace("type: alpaca", options)
+    found = translate(tmp_path, "a.yaml", text)
+    assert not any(name.startswith("datasets") for name in found.unsupported)
+    names = ("data.fields", "data.roles")
+    assert {n: found.recipe[n] for n in names if n in found.recipe} == expected
+    assert read_written(tmp_path, found)[2] == []
+
+
 def test_axolotl_length_without_sequence_len_is_512(tmp_path: Path) -> None:
     text = SMALL_AXOLOTL.replace("sequence_len: 2048", "")
     assert keys_of(translate(tmp_path, "a.yaml", text), "train.seq_len") == (512,)

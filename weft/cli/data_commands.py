@@ -3,6 +3,7 @@
   weft data prepare my-recipe.toml --data.path 'web/*.jsonl.zst'
   weft data prepare s3://bucket/web --data.tokenizer tokenizer.json
   weft data inspect hf://org/name:config@train --data.text_field content
+  weft data inspect lora --model.path MODEL --data.path chats.jsonl --html chats.html
 
 Override the keys of [data] as --data.key value; 'weft train --help' lists them.  docs/data.md
 describes the kinds of data.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count, local_path
+from weft.cli.option_values import check_file, count, local_path, write_file
 from weft.cluster import FAILED
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job, recipe_names
@@ -52,6 +53,8 @@ def add_data(commands: Commands) -> None:
     text = f"{run_data_inspect.__doc__}\n\n{EXAMPLES}"
     inspect = add_command(group, "inspect", run_data_inspect, text)
     inspect.add_argument("--samples", type=count, default=3, help="documents to print (default: 3)")
+    help_text = "also write the documents as a page, with the trained text marked"
+    inspect.add_argument("--html", metavar="FILE", type=local_path, help=help_text)
     for parser in (prepare, inspect):
         parser.add_argument(
             "what", metavar="PATH|RECIPE", help="data, or a recipe or run that names it"
@@ -69,11 +72,20 @@ def run_data_prepare(options: argparse.Namespace) -> None:
 
 
 def run_data_inspect(options: argparse.Namespace) -> None:
-    """Show the size of data, the lengths of its documents, and some of them."""
-    from weft.data.inspect import inspect_dataset
+    """Show the size of data, the lengths of its documents, and some of them.
 
-    for line in inspect_dataset(prepare_named_data(options), options.samples):
+    The trained text of conversations is between [[ and ]].
+    """
+    from weft.data.inspect import inspect_dataset, make_page
+
+    if options.html is not None:
+        check_file("--html", options.html, options.errors)
+    dataset = prepare_named_data(options)
+    for line in inspect_dataset(dataset, options.samples):
         print(line)
+    if options.html is not None:
+        write_file(options.html, make_page(dataset, options.samples))
+        print(f"{options.html} shows these documents")
 
 
 def prepare_named_data(options: argparse.Namespace) -> Dataset:
@@ -81,6 +93,7 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     from weft.cluster.lustre import hydrate_when_reading
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
+    from weft.plan.model_config import take_tokenizer
     from weft.train.job_checks import check_tokenizer_run
 
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
@@ -88,6 +101,8 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
     job, _, errors = read_job(recipe, [*path, *options.overrides], options.errors)
+    with errors.collect():
+        job = take_tokenizer(job)
     errors += check_tokenizer_run(job.data.tokenizer)
     errors.raise_any()
     console = quiet_console(sys.stderr)

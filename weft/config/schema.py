@@ -207,6 +207,29 @@ class DataSection(Section):
         "Jinja file that formats a conversation; auto: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer",
     )
+    chat_template_args: dict[Text, Any] = key(
+        {},
+        "other variables of the chat template, also in weft generate and weft chat: "
+        "enable_thinking=false",
+    )
+    train_turns: Literal["all", "last"] = key(
+        "all",
+        "turns of the assistant that are trained. all: each; last: only the last one of a "
+        "conversation",
+    )
+    train_empty_reasoning: bool = key(
+        True,
+        "train the empty reasoning, such as <think></think>, that a template writes before an "
+        "answer without one; false: it has no loss",
+    )
+    fields: dict[Text, Text] = key(
+        {},
+        "names of the fields of conversations, where rows have others: messages=dialog, "
+        "prompt=q,response=a, role=speaker,content=text; a.b: the field b of the object a",
+    )
+    roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = key(
+        {}, "roles of messages, where rows have others than ShareGPT's: client=user,agent=assistant"
+    )
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=MOST)] = key(
         4096, "vocabulary size of the tokenizer that data.tokenizer=train trains"
     )

@@ -12,10 +12,10 @@ import json
 import math
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,20 +27,22 @@ from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 from weft.config.errors import SHOWN, ConfigError, truncate_list
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
-from weft.data.chat import (
-    COLUMNS,
-    INSEPARABLE_TURNS,
-    TURNS_REMEDY,
-    ChatEncoder,
-    EncodedConversation,
+from weft.data.chat import ChatEncoder, EncodedConversation
+from weft.data.chat_rows import (
+    Example,
     InvalidConversation,
+    RowFormat,
     parse_line,
+    parse_row,
+    read_row,
 )
+from weft.data.chat_turns import INSEPARABLE_TURNS, TURNS_REMEDY, Rendered
 from weft.data.document_tokens import find_separator
 from weft.data.fragments import FileFragment, list_fragments
 from weft.data.packing import select_conversations
 from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
+from weft.data.row_audit import RowAudit
 from weft.data.source import SourceRef, changed_error, path_error
 from weft.data.token_shards import BuiltSplits, Corpus, Encoder, entropy_nats
 from weft.data.token_store import (
@@ -56,7 +58,7 @@ from weft.data.token_store import (
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
 UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split
-LAYOUT_VERSION = 4  # of a store's files, and of how lines are read; part of its cache key
+LAYOUT_VERSION = 5  # of a store's files, and of how lines are read; part of its cache key
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class ConversationCorpus(Corpus):
             self.chat.hash,
             template,
             find_separator(self.chat.tokenizer, self.section.tokenizer),
-            sorted(self._find_end_tokens()),
+            sorted(self.chat.end_tokens),
+            *(self.section.chat_template_args, self.section.train_turns),
+            *(self.section.train_empty_reasoning, self.section.fields, self.section.roles),
         ]
         names = [_fragment_name(fragment) for fragment in self.fragments]
         return [settings, [names, xxh3_128_hexdigest(self.hashes.data)]]
@@ -94,19 +98,18 @@ class ConversationCorpus(Corpus):
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Render and tokenize every line; reject those that give no trained token."""
         frequency = np.zeros(encoder.vocab_size, np.int64)
-        endings = _Endings(self._find_end_tokens())
+        audit = RowAudit(self.chat)
         invalid_lines = _InvalidLines(self.section.path, *["not renderable as tokens"] * 2)
         with ExitStack() as stack:
             train, validation = (
                 _SplitFiles(directory, name, encoder.dtype, stack) for name in SPLITS
             )
-            for line, text, (tokens, loss_mask) in self._encode_lines(invalid_lines, report):
+            for line, rendered, encoded in self._encode_lines(invalid_lines, audit, report):
                 is_validation = line.hash <= self.validation_threshold
                 split = validation if is_validation else train
-                split.append(line, text, tokens, loss_mask)
-                endings.add(tokens, loss_mask)
+                split.append(line, rendered.text, *encoded)
                 if not is_validation:
-                    trained = tokens[1:][loss_mask[1:]]
+                    trained = encoded.tokens[1:][encoded.loss_mask[1:]]
                     frequency += np.bincount(trained, minlength=len(frequency))
             template = self.chat.template
             is_inseparable = any(INSEPARABLE_TURNS in line for line in invalid_lines.shown)
@@ -116,117 +119,102 @@ class ConversationCorpus(Corpus):
             special = json.dumps(dict(template.special_tokens))
             write_durably(directory / TOKENIZER_CONFIG_FILE, special.encode())
             names = [_fragment_name(fragment) for fragment in self.fragments]
-            entropy = entropy_nats(frequency)
             return BuiltSplits(
                 train.finish(),
                 validation.finish(),
                 encoder.dtype,
-                entropy,
+                entropy_nats(frequency),
                 names,
-                notes=endings.notes(self.chat),
+                notes=audit.notes(len(self.hashes) - len(np.unique(self.hashes))),
             )
 
-    def _find_end_tokens(self) -> frozenset[int]:
-        """Return the tokens at which generation stops; see `weft.data.chat`."""
-        return self.chat.find_stop_tokens(self.section.tokenizer)
-
     def _encode_lines(
-        self, invalid_lines: _InvalidLines, report: Report
-    ) -> Iterator[tuple[_RenderedLine, str, EncodedConversation]]:
-        """Yield each conversation with its line and text; omit lines that are invalid."""
-        lines = self._render_lines(invalid_lines)
+        self, invalid_lines: _InvalidLines, audit: RowAudit, report: Report
+    ) -> Iterator[tuple[_RenderedLine, Rendered, EncodedConversation]]:
+        """Yield each example with its line and text; omit lines that are invalid."""
+        lines = self._render_lines(invalid_lines, audit)
         count = 0
         while batch := list(islice(lines, BATCH_LINES)):
             count += len(batch)
             report(Progress("tokenizing the conversations", count, len(self.hashes)))
-            encoded = iter(self.chat.encode([text for line in batch for text in line.texts]))
+            encoded = iter(self.chat.encode([each for line in batch for each in line.rendered]))
             for line in batch:
-                conversations = [next(encoded) for _ in line.texts]
+                conversations = [next(encoded) for _ in line.rendered]
+                where = self._locate(line)
                 reason = ""
                 if not all(each.loss_mask[1:].any() for each in conversations):
                     reason = "the rendered text has no assistant token"
-                elif len({each.tokens.tobytes() for each in conversations}) < len(conversations):
+                elif self.section.has_preferences and _has_equal(conversations):
                     reason = "chosen and rejected are equal after the chat template"
-                if not reason:
-                    for (text, _), conversation in zip(line.texts, conversations, strict=True):
-                        yield line, text, conversation
-                else:
-                    invalid_lines.add(self.fragments[line.fragment_index], line.number, reason)
+                if reason:
+                    invalid_lines.add(where, reason)
+                    continue
+                for rendered, each in zip(line.rendered, conversations, strict=True):
+                    audit.add(rendered, each, where)
+                    yield line, rendered, each
             batch.clear()  # before the next one is read
 
-    def _render_lines(self, invalid_lines: _InvalidLines) -> Iterator[_RenderedLine]:
+    def _locate(self, line: _RenderedLine) -> str:
+        return f"{_fragment_name(self.fragments[line.fragment_index])}:{line.number}"
+
+    def _render_lines(
+        self, invalid_lines: _InvalidLines, audit: RowAudit
+    ) -> Iterator[_RenderedLine]:
         """Read every line again, and render its conversations; no texts: it is invalid.
 
         Raises:
             InvalidConfig: a file has changed.
         """
         hashes = map(int, self.hashes)
+        form = row_format(self.section)
         for index, fragment in enumerate(self.fragments):
-            for number, line in read_lines(fragment, COLUMNS):
+            for number, data in read_lines(fragment, form.columns):
                 digest = next(hashes, -1)
-                if isinstance(line, InvalidRecord) or digest != xxh3_64_intdigest(line.strip()):
+                if isinstance(data, InvalidRecord) or digest != xxh3_64_intdigest(data.strip()):
                     raise changed_error(fragment.file)
-                texts = []
+                line = _RenderedLine(index, number, digest, [])
+                where = self._locate(line)
                 try:
-                    examples = parse_line(line, self.section.has_preferences)
-                    texts = [self.chat.render_with_spans(example) for example in examples]
+                    row = read_row(data, form)
+                    examples = parse_row(row)
+                    audit.add_row(row, examples, where)
+                    for example in examples:
+                        audit.check(example, where)
+                        line.rendered.extend(self._render(example))
                 except InvalidConversation as error:
-                    invalid_lines.add(fragment, number, str(error))
-                yield _RenderedLine(index, number, digest, texts)
+                    invalid_lines.add(where, str(error))
+                    line.rendered.clear()
+                yield line
         if next(hashes, -1) >= 0:
             raise changed_error(self.fragments[-1].file)
 
+    def _render(self, example: Example) -> list[Rendered]:
+        """Render an example: as one text, or as one per trained turn.
 
-class _Endings:
-    """Count trained answers without an end token: their model does not stop."""
-
-    NUM_SHOWN = 4  # tokens
-
-    def __init__(self, end_tokens: frozenset[int]) -> None:
-        self.end_tokens = np.array(sorted(end_tokens), np.int64)
-        self.num_answers = self.num_endless = 0
-        self.example: list[int] = []
-
-    def add(self, tokens: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> None:
-        """Count the trained answers of a conversation, and those without an end token.
-
-        A template may write a newline after the end token, and mark it as trained.
+        Raises:
+            InvalidConversation: the template refuses it, or it would separate a preference.
         """
-        [lasts] = np.nonzero(loss_mask & ~np.append(loss_mask[1:], False))
-        is_end = np.isin(tokens, self.end_tokens) & loss_mask
-        has_end = is_end[lasts]
-        for back in (1, 2):
-            earlier = np.maximum(lasts - back, 0)
-            has_end |= is_end[earlier] & loss_mask[np.minimum(earlier + 1, lasts)]
-        self.num_answers += len(lasts)
-        self.num_endless += int((~has_end).sum())
-        if not self.example and not has_end.all():
-            last = int(lasts[~has_end][0]) + 1
-            begin = max(0, last - self.NUM_SHOWN)
-            self.example = tokens[begin:last][loss_mask[begin:last]].tolist()
+        rendered = self.chat.render(example)
+        if len(rendered) > 1 and self.section.has_preferences:
+            rule = "has an answer of several turns, which the chat template renders one by one"
+            raise InvalidConversation(f"{rule}; data.train_turns=last compares the last one")
+        return rendered
 
-    def notes(self, chat: ChatEncoder) -> list[str]:
-        """Return a sentence if answers have no end token, and what to do."""
-        if not self.num_endless:
-            return []
-        decode = partial(chat.tokenizer.decode, skip_special_tokens=False)
-        ending = json.dumps(decode(self.example), ensure_ascii=False)
-        stops = " or ".join(json.dumps(decode([t])) for t in self.end_tokens.tolist()[:4])
-        return [
-            f"{self.num_endless:,} of {self.num_answers:,} trained answers do not end in a token "
-            f"at which generation stops ({stops}), but in {ending}; so the model does not learn "
-            f"to stop. Use a template that ends answers with such a token inside "
-            "{% generation %} ... {% endgeneration %} (data.chat_template, now "
-            f"{chat.template.path}), or name the special token that ends them as eos_token_id in "
-            "generation_config.json beside the tokenizer"
-        ]
+
+def _has_equal(conversations: list[EncodedConversation]) -> bool:
+    return len({each.tokens.tobytes() for each in conversations}) < len(conversations)
+
+
+def row_format(section: DataSection) -> RowFormat:
+    """Return how to read the rows of a source."""
+    return RowFormat(section.has_preferences, section.fields, section.roles)
 
 
 class _RenderedLine(NamedTuple):
     fragment_index: int
     number: int
     hash: int
-    texts: list[tuple[str, list[range]]]
+    rendered: list[Rendered]
 
 
 def read_conversation_corpus(
@@ -243,16 +231,18 @@ def read_conversation_corpus(
     noun = "preference" if section.has_preferences else "conversation"
     invalid_lines = _InvalidLines(section.path, f"not a {noun}", f"not {noun}s")
     hashes = array("Q")
+    form = row_format(section)
     for fragment in fragments:
-        for number, line in read_lines(fragment, COLUMNS):
+        for number, line in read_lines(fragment, form.columns):
+            where = f"{_fragment_name(fragment)}:{number}"
             if isinstance(line, InvalidRecord):
-                invalid_lines.add(fragment, number, line.reason)
+                invalid_lines.add(where, line.reason)
                 continue
             hashes.append(xxh3_64_intdigest(line.strip()))
             try:
-                parse_line(line, section.has_preferences)
+                parse_line(line, form)
             except InvalidConversation as error:
-                invalid_lines.add(fragment, number, str(error))
+                invalid_lines.add(where, str(error))
         advance(fragment.size_bytes)
     invalid_lines.raise_any("repair or remove these lines")
     line_hashes = np.array(hashes, np.uint64)
@@ -272,23 +262,37 @@ def _fragment_name(fragment: FileFragment) -> str:
 
 
 class _InvalidLines:
-    """Invalid lines: the first few, and their number."""
+    """Invalid lines: the first few reasons, each with its first line and their number."""
 
     def __init__(self, path: str, description: str, plural: str) -> None:
         self.path, self.description, self.plural = path, description, plural
-        self.count, self.shown = 0, list[str]()
+        self.count = self.num_others = 0
+        self.first_lines: dict[str, str] = {}  # by reason
+        self.counts: Counter[str] = Counter()
 
-    def add(self, fragment: FileFragment, number: int, reason: str) -> None:
+    def add(self, where: str, reason: str) -> None:
         self.count += 1
-        if len(self.shown) < SHOWN:
-            self.shown.append(f"{_fragment_name(fragment)}:{number}: {reason}")
+        if reason not in self.first_lines and len(self.first_lines) == SHOWN:
+            self.num_others += 1
+            return
+        self.first_lines.setdefault(reason, where)
+        self.counts[reason] += 1
+
+    @property
+    def shown(self) -> list[str]:
+        """A line of the first few reasons."""
+        lines = []
+        for reason, where in self.first_lines.items():
+            more = self.counts[reason] - 1
+            lines.append(f"{where}: {reason}" + (f" ({more} more such lines)" if more else ""))
+        return lines
 
     def raise_any(self, remedy: str) -> None:
         if self.count:
             rule = f"has {self.count} lines that are {self.plural}"
             if self.count == 1:
                 rule = f"has a line that is {self.description}"
-            lines = truncate_list(self.shown, "\n  ", self.count)
+            lines = truncate_list(self.shown, "\n  ", len(self.first_lines) + self.num_others)
             raise path_error(self.path, f"{rule}:\n  {lines}", remedy)
 
 

@@ -8,6 +8,7 @@ a user's function yields rows one by one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,12 +100,18 @@ def divide_file(file: File, size: int) -> list[FileFragment]:
     assert kind in ("jsonl", "parquet", "arrow")
     if kind == "parquet":
         return _divide_parquet(file, size)
-    if kind == "jsonl" and not is_compressed(file.name):
+    if kind == "jsonl" and not is_compressed(file.name) and not is_table_text(file.name):
         offsets = [*range(0, file.size_bytes, size), file.size_bytes]
         return [
             FileFragment(file, kind, begin, end, end - begin) for begin, end in pairwise(offsets)
         ]
-    return [FileFragment(file, kind, 0, 0, file.size_bytes)]
+    end = 0 if is_compressed(file.name) or kind == "arrow" else file.size_bytes
+    return [FileFragment(file, kind, 0, end, file.size_bytes)]
+
+
+def is_table_text(name: str) -> bool:
+    """Return True for .csv, .tsv and .json files, which are read from the beginning."""
+    return re.search(r"\.(csv|tsv|json)(\.gz|\.zst)?$", name.lower()) is not None
 
 
 def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]:

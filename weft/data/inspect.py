@@ -7,6 +7,7 @@ consists of tails of files, both splits count these documents.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from weft.data.packing import pack_split
 from weft.data.token_store import Ints, Store
 
 NUM_LONGEST = 3
-SHOWN_TOKENS = 120  # per sample
+SHOWN_TOKENS, PAGE_TOKENS = 120, 8192  # per sample, in the terminal and on a page
 BAR_WIDTH = 40  # characters
 QUANTILES = {
     "min": 0.0,
@@ -118,7 +119,7 @@ def _inspect_store(store: Store, num_samples: int) -> Iterator[str]:
     if is_text:
         yield from _show_documents(store, begins, num_samples)
     else:
-        yield from _show_conversations(store, begins, sizes, num_samples)
+        yield from _show_conversations(store, num_samples)
 
 
 def _show_documents(store: Store, begins: Ints, num_samples: int) -> Iterator[str]:
@@ -136,24 +137,66 @@ def _show_documents(store: Store, begins: Ints, num_samples: int) -> Iterator[st
         yield tokenizer.decode(tokens)
 
 
-def _show_conversations(store: Store, begins: Ints, sizes: Ints, num_samples: int) -> Iterator[str]:
+def _show_conversations(store: Store, num_samples: int) -> Iterator[str]:
     """Yield evenly spaced conversations, with trained tokens between [[ and ]]."""
+    for where, chunks in _sample_conversations(store, num_samples, SHOWN_TOKENS):
+        yield f"-- {where}"
+        yield "".join(f"[[{text}]]" if is_trained else text for text, is_trained in chunks)
+
+
+def _sample_conversations(
+    store: Store, num_samples: int, limit: int
+) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+    """Yield the place and the text, in trained and other parts, of conversations."""
+    index = store.index("train")
+    begins = np.concatenate(([0], index[:-1, 0]))
+    sizes = index[:, 0] - begins
     stream, loss_mask = store.tokens("train"), store.loss_mask("train")
     assert loss_mask is not None
-    tokenizer, index = store.tokenizer(), store.index("train")
+    tokenizer = store.tokenizer()
     num_samples = min(num_samples, len(index))
     for number in range(num_samples):
         position = len(index) * number // num_samples
-        start, size = begins[[position]], min(SHOWN_TOKENS, int(sizes[position]))
+        start, size = begins[[position]], min(limit, int(sizes[position]))
         tokens, mask = stream.read_windows(start, size)[0], loss_mask.read_windows(start, size)[0]
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), size]
-        text = ""
-        for begin, end in pairwise(cuts):
-            chunk = tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
-            text += f"[[{chunk}]]" if mask[begin] else chunk
+        chunks = [
+            (
+                tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False),
+                bool(mask[begin]),
+            )
+            for begin, end in pairwise(cuts)
+        ]
         _, file, line = index[position].tolist()
-        yield f"-- {store.manifest.files[file]}:{line}"
-        yield text
+        yield f"{store.manifest.files[file]}:{line}", chunks
+
+
+def make_page(dataset: Dataset, num_samples: int) -> str:
+    """Return evenly spaced conversations as HTML, with the trained text marked."""
+    blocks = []
+    for source in dataset.sources:
+        store = source.store
+        is_text = store.manifest.kind == "text"
+        if is_text or not len(store.index("train")):
+            continue
+        for where, chunks in _sample_conversations(store, num_samples, PAGE_TOKENS):
+            parts = (
+                f"<mark>{escape(text)}</mark>" if is_trained else escape(text)
+                for text, is_trained in chunks
+            )
+            blocks.append(f"<h2>{escape(where)}</h2>\n<pre>{''.join(parts)}</pre>")
+    style = (
+        "body{font:16px/1.5 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em;"
+        "color-scheme:light dark}pre{white-space:pre-wrap;overflow-wrap:anywhere}"
+        "mark{background:#9fd8a8;color:#000}h2{font-size:1em}"
+    )
+    title = escape(dataset.sources[0].name)
+    body = "\n".join(blocks) or "<p>Text: every token is trained.</p>"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{style}</style>\n'
+        f"<h1>{title}</h1>\n<p>The model is trained on the marked text.</p>\n{body}\n</html>\n"
+    )
 
 
 def _histogram(sizes: Ints) -> Iterator[str]:
@@ -167,13 +210,23 @@ def _histogram(sizes: Ints) -> Iterator[str]:
         yield f"  {low:>{width},} - {high:>{width},}  {count:>12,}  {bar}".rstrip()
 
 
+def _count_conversations(store: Store, num_examples: int) -> str:
+    """Return the number of conversations, and of examples if these are more."""
+    if store.manifest.kind != "chat":
+        return ""
+    num_lines = len(np.unique(store.index("train")[:, 1:], axis=0))
+    if num_lines == num_examples:
+        return f"{num_lines:,} conversations"
+    return f"{num_lines:,} conversations, as {num_examples:,} examples of one turn,"
+
+
 def describe_packing(store: Store, seq_len: int, section: DataSection, seed: int) -> str:
     """Return one line that describes how the train split is packed."""
     packed, split = pack_split(store, "train", seq_len, section, seed), store.manifest.train
     num_documents = len(packed.lengths) if store.manifest.kind == "text" else split.documents
     content = {
         "text": f"{num_documents:,} chunks of {split.tokens:,} tokens",
-        "chat": f"{num_documents:,} conversations of {split.tokens:,} tokens",
+        "chat": f"{_count_conversations(store, num_documents)} of {split.tokens:,} tokens",
         "preferences": f"{num_documents // 2:,} pairs of {split.tokens:,} tokens",
     }[store.manifest.kind]
     loss_mask = store.loss_mask("train")

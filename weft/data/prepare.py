@@ -25,7 +25,8 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, truncat
 from weft.config.escaping import escape_controls
 from weft.config.files import expand_path, write_durably
 from weft.config.schema import DataSection
-from weft.data.chat import ChatEncoder, ChatTemplate, load_chat_template
+from weft.data.chat import ChatEncoder, make_chat_encoder
+from weft.data.chat_template import ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
 from weft.data.dataset import Dataset, dataset_from_store
 from weft.data.document_tokens import RECORD_FILE, describe_ignored_flags, format_record
@@ -185,7 +186,7 @@ def _detect_inputs(section: DataSection) -> _Inputs:
                 template = load_chat_template(section)
         with collect_errors(errors):
             encoder = load_encoder(section.tokenizer, section.start_token)
-            chat = None if template is None else ChatEncoder(section.tokenizer, template)
+            chat = None if template is None else make_chat_encoder(section, template)
     elif not section.is_text:
         rule = "is only for text; conversations need the tokens of a chat template"
         remedy = "give the tokenizer.json of a model, with its chat template in the same directory"

@@ -7,7 +7,10 @@ fragment.  An invalid line yields an `InvalidRecord`, so that one reading finds 
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -15,6 +18,7 @@ from weft.data.fragments import (
     FileFragment,
     describe_fields,
     find_field,
+    is_table_text,
     read_tables,
     read_text_column,
     read_user_rows,
@@ -109,13 +113,25 @@ def _read_table_rows(
     """Yield rows with the columns that exist; an error: a text is not UTF-8."""
     for table in read_tables(fragment, columns):
         try:
-            yield from table.to_pylist()
+            yield from map(drop_nulls, table.to_pylist())
         except UnicodeDecodeError:
             for number in range(len(table)):
                 try:
-                    yield from table.slice(number, 1).to_pylist()
+                    yield from map(drop_nulls, table.slice(number, 1).to_pylist())
                 except UnicodeDecodeError as error:
                     yield error
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a row of a table without the fields of null, at every level.
+
+    A struct of a table has the fields of all rows, so that most of them are null in a row.
+    """
+    if isinstance(value, dict):
+        return {name: drop_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [drop_nulls(each) for each in value]
+    return value
 
 
 # --------------------------------------------------------------------------- lines
@@ -141,6 +157,11 @@ def _read_lines(fragment: FileFragment) -> Iterator[tuple[int, bytes | InvalidRe
                     offset += len(data)
                     if not data or data.endswith(b"\n"):
                         break
+            if is_table_text(fragment.file.name):
+                rows = _read_table_text(stream, fragment.file.name.lower())
+                if rows is not None:
+                    yield from rows
+                    return
             while compressed or offset < fragment.end:
                 line, size = _read_line(stream)
                 if not size:
@@ -161,6 +182,63 @@ def _read_lines(fragment: FileFragment) -> Iterator[tuple[int, bytes | InvalidRe
             yield number + 1, InvalidRecord(number + 1, str(error), is_fatal=True)
         except OSError as error:
             raise unreadable_error(fragment.file, error) from error
+
+
+def _read_table_text(
+    stream: BinaryIO, name: str
+) -> Iterator[tuple[int, bytes | InvalidRecord]] | None:
+    """Return the rows of an array or of CSV as lines of JSON; None: they are lines.
+
+    Rows of an array are numbered from 1; those of CSV have the number of their line.
+    """
+    if re.search(r"\.json\b", name):
+        start = stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
+        return _read_array(stream) if start.startswith(b"[") else None
+    return _read_csv(stream, "\t" if ".tsv" in name else ",")
+
+
+def _read_array(stream: BinaryIO) -> Iterator[tuple[int, bytes | InvalidRecord]]:
+    """Yield the elements of a JSON array, decoded one by one."""
+    number = 1
+    try:
+        text = stream.read().decode("utf-8-sig")
+        decoder, space = json.JSONDecoder(), re.compile(r"[\s,]*")
+        begin = space.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+        while text[begin : begin + 1] not in ("]", ""):
+            _, end = decoder.raw_decode(text, begin)
+            element = text[begin:end].encode("utf-8", "surrogatepass")
+            yield number, element.replace(b"\n", b" ").replace(b"\r", b" ")
+            begin = space.match(text, end).end()  # type: ignore[union-attr]
+            number += 1
+        if not text[begin:]:
+            yield number, InvalidRecord(number, "the array has no end", is_fatal=True)
+    except UnicodeDecodeError as error:
+        yield number, InvalidRecord(number, f"byte {error.start}: not UTF-8", is_fatal=True)
+    except (ValueError, RecursionError) as error:
+        yield number, InvalidRecord(number, f"is not JSON: {error}", is_fatal=True)
+
+
+def _read_csv(stream: BinaryIO, delimiter: str) -> Iterator[tuple[int, bytes | InvalidRecord]]:
+    """Yield the rows of a table with a header, as objects."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.DictReader(
+        io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True
+    )
+    number = 1
+    try:
+        for row in reader:
+            number = reader.line_num
+            if None in row or None in row.values():
+                rule = (
+                    f"has another number of fields than the header ({len(reader.fieldnames or [])})"
+                )
+                yield number, InvalidRecord(number, rule)
+            else:
+                yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        yield number, InvalidRecord(number, f"byte {error.start}: not UTF-8", is_fatal=True)
+    except csv.Error as error:
+        yield number + 1, InvalidRecord(number + 1, f"is not CSV: {error}", is_fatal=True)
 
 
 def _read_line(stream: BinaryIO) -> tuple[bytes, int]:

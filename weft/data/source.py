@@ -58,6 +58,7 @@ _FORMATS: dict[str, Format] = {
     ".bin": "tokens",
 }
 _COMPRESSED = (".gz", ".zst")
+_EXPLICIT = (".json", ".csv", ".tsv")
 _METADATA_PREFIXES = ("readme", "license", "licence")  # beside the files of a dataset
 _METADATA_SUFFIXES = (".md", ".json", ".idx", ".pkl")
 _GLOB_CHARS = set("*?[")
@@ -379,15 +380,15 @@ def detect_format(name: str, explicit: bool = False) -> Format | None:
 
     Args:
         name: file name, any case; a suffix of compression is removed first.
-        explicit: the user named the file, or its glob; ``.json`` then is JSON Lines.  In a
-            directory, ``.json`` may be metadata or any document.
+        explicit: the user named the file, or its glob; ``.json``, ``.csv`` and ``.tsv`` then are
+            rows.  In a directory they may be metadata or any document.
     """
     name = name.lower()
     for suffix in _COMPRESSED:
         if name.endswith(suffix):
             name = name.removesuffix(suffix)
-            return "jsonl" if name.endswith((".jsonl", ".ndjson", ".json")) else None
-    if name.endswith(".json"):
+            return "jsonl" if name.endswith((".jsonl", ".ndjson", *_EXPLICIT)) else None
+    if name.endswith(_EXPLICIT):
         return "jsonl" if explicit else None
     return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
 

@@ -165,6 +165,18 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     return replace(job, **changes), errors
 
 
+def take_tokenizer(job: Job) -> Job:
+    """Return a job with the tokenizer of ``model.path``, unless it names one.
+
+    Raises:
+        InvalidConfig: there is no such model.
+    """
+    if job.model.path in ("", REQUIRED) or not job.data.trains_tokenizer:
+        return job
+    file = locate_model(job.model.path).absolute() / "tokenizer.json"
+    return replace(job, data={"tokenizer": str(file)})
+
+
 def check_positions(section: ModelSection, read: ModelSection) -> list[ConfigError]:
     """Return an error for each key of positions that the model's family does not have.
 

@@ -127,6 +127,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.start_token": _TEXT,
     "data.overlong": _CHAT,
     "data.chat_template": _CHAT,
+    "data.chat_template_args": _CHAT,
+    "data.train_turns": _CHAT,
+    "data.train_empty_reasoning": _CHAT,
+    "data.fields": _CHAT,
+    "data.roles": _CHAT,
     "data.vocab_size": EffectRule(
         lambda plan: plan.job.data.trains_tokenizer,
         "weft reads the tokenizer from a file (data.tokenizer) and does not train one",

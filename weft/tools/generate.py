@@ -23,7 +23,9 @@ from torch import Tensor
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import describe_cause, read_input
-from weft.data.chat import ChatEncoder, InvalidConversation, load_chat_template
+from weft.data.chat import ChatEncoder
+from weft.data.chat_rows import InvalidConversation
+from weft.data.chat_template import load_chat_template
 from weft.data.document_tokens import (
     IMPORTED_DIR,
     Affixes,
@@ -103,8 +105,7 @@ def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> 
     encoder = ChatEncoder(
         str(path), load_chat_template(checkpoint.job.data.model_copy(update=changes))
     )
-    end_tokens = encoder.find_stop_tokens(str(path))
-    return ChatFormat(tokenizer, start_token, end_tokens, max_context, encoder)
+    return ChatFormat(tokenizer, start_token, encoder.end_tokens, max_context, encoder)
 
 
 def find_changed_start(

@@ -34,6 +34,7 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.escaping import is_one_line
+from weft.data.chat_template import find_own_template, remove_marks
 from weft.data.document_tokens import (
     IMPORTED_DIR,
     find_affixes,
@@ -77,6 +78,8 @@ COMPANION_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    # Templates by name, of which transformers takes this one for conversations with tools.
+    "additional_chat_templates/tool_use.jinja",
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
 MAX_FILE_BYTES = 100_000_000  # of any file except the weights
@@ -350,10 +353,17 @@ def _write_companions(
 
 
 def _chat_files(checkpoint: CheckpointRef, special: _SpecialTokens) -> dict[str, bytes]:
-    """Return the chat template of a run, and the end tokens that it has learned."""
+    """Return the chat template of a run, and the end tokens that it has learned.
+
+    A template with generation blocks is only for training: other programs cannot read it, and it
+    may render the history otherwise than the model's own, which is exported in its place.
+    """
     if not (template := checkpoint.run_dir / TEMPLATE_FILE).is_file():
         return {}
     files = {TEMPLATE_FILE: template.read_bytes()}
+    if (text := files[TEMPLATE_FILE].decode("utf-8")) != (plain := remove_marks(text)):
+        own = find_own_template(checkpoint.run_dir / SOURCE_DIR)
+        files[TEMPLATE_FILE] = (own or plain).encode()
     if special.end_tokens:
         name = "generation_config.json"
         source = checkpoint.run_dir / SOURCE_DIR / name
@@ -368,6 +378,8 @@ def _to_json(tree: dict[str, Any]) -> bytes:
 
 def _write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
+        if not is_remote(directory):
+            (directory / name).parent.mkdir(exist_ok=True)
         with create_file(directory / name) as file:
             file.write(content)
 

@@ -32,6 +32,7 @@ from weft.config.peer_configs import (
 from weft.config.peer_names import load_peer_answers, load_peer_names
 from weft.config.reader import check_section
 from weft.config.schema import SECTIONS
+from weft.data.chat_rows import FIELDS, MESSAGE_FIELDS, ROLE_NAMES
 
 Json = dict[str, Any]
 
@@ -1499,6 +1500,32 @@ def _axolotl_batch(t: Translation) -> None:
         t.values["gradient_accumulation_steps"] = max(1, total // micro)
 
 
+def _axolotl_fields(entry: dict[str, Any]) -> dict[str, str]:
+    """Return ``data.fields`` of a data set: the names that weft would not find by itself."""
+    kind = entry.get("type")
+    options = {**entry, **(kind if isinstance(kind, dict) else {})}
+    mappings = options.get("message_property_mappings")
+    mappings = mappings if isinstance(mappings, dict) else {}
+    given = {
+        "messages": options.get("field_messages"),
+        "role": mappings.get("role") or options.get("message_field_role"),
+        "content": mappings.get("content") or options.get("message_field_content"),
+        "prompt": options.get("field_instruction"),
+        "response": options.get("field_output"),
+        "input": options.get("field_input"),
+        "system": options.get("field_system"),
+        "tools": options.get("field_tools"),
+    }
+    known = FIELDS | MESSAGE_FIELDS
+    # A pair of prompt and response has its own names: instruction and output.
+    usual = {"prompt": ("instruction",), "response": ("output",)}
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, str) and value not in (*known[name], *usual.get(name, ()))
+    }
+
+
 def _axolotl_data(t: Translation) -> None:
     rl = t.take("rl", "")
     datasets = t.take("datasets", "") or []
@@ -1507,8 +1534,18 @@ def _axolotl_data(t: Translation) -> None:
         texts = [{"path": texts}]
     entries = [d for d in [*datasets, *texts] if isinstance(d, dict)]
     paths: list[str] = []
+    fields_of_rows: list[dict[str, str]] = []
+    roles: dict[str, str] = {}
     for entry in entries:
+        fields_of_rows.append(_axolotl_fields(entry))
+        given = entry.get("roles")
+        for role, names in given.items() if isinstance(given, dict) else ():
+            roles |= dict.fromkeys(
+                map(str, names if isinstance(names, list) else [names]), str(role)
+            )
         for option, value in entry.items():
+            if isinstance(value, dict) and option == "type":
+                continue  # of fields
             default = t.tables["dataset_defaults"].get(option)
             known = option in t.tables["dataset_options"] or value in ("", None, default)
             if not known:
@@ -1526,8 +1563,15 @@ def _axolotl_data(t: Translation) -> None:
             split = ""
         split = "" if split == "train" else split
         paths.append(_hub_data(path, entry.get("name") or "", split))
-    kinds = {str(entry.get("type") or "") for entry in entries}
-    kind = next((str(entry["type"]) for entry in entries if entry.get("type")), "")
+    types = [e["type"] for e in entries if e.get("type") and not isinstance(e["type"], dict)]
+    kinds, kind = set(map(str, types)), str(types[0]) if types else ""
+    if any(fields_of_rows):
+        if any(each != fields_of_rows[0] for each in fields_of_rows):
+            rule = "all sources have one data.fields"
+            t.lack("datasets.field_messages", json.dumps(fields_of_rows), rule)
+        t.set("data.fields", fields_of_rows[0], "datasets.message_property_mappings")
+    if roles := {name: role for name, role in roles.items() if ROLE_NAMES.get(name, name) != role}:
+        t.set("data.roles", roles, "datasets.roles")
     if len(kinds) > 1 and any(k.startswith(("completion", "pretrain")) for k in kinds):
         t.lack("datasets.type", ", ".join(sorted(kinds)), "all sources have one data.format")
     fields = [entry.get("field") or entry.get("text_column") for entry in entries]
@@ -1561,7 +1605,7 @@ def _axolotl_data(t: Translation) -> None:
     if (
         rl != "dpo"
         and kind
-        and not kind.startswith(("chat_template", "alpaca", "completion", "pretrain"))
+        and not kind.startswith(("chat_template", "sharegpt", "alpaca", "completion", "pretrain"))
     ):
         t.notes.append(
             f"datasets.type is {kind}. weft reads messages, prompt and response, or instruction "
