@@ -36,6 +36,10 @@ def make_store(text: Path, cache: Path) -> Path:
     return prepare_store(DataSection(path=str(text), vocab_size=512), cache).path
 
 
+# The background job of a shell ignores Ctrl-C, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Use one thread: with tiny tensors a second thread would spin and wait."""

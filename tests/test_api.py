@@ -348,7 +348,6 @@ def test_failed_training_raises_with_the_log(tmp_path: Path, store_path: Path) -
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import weft
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 overrides = {OVERRIDES!r}
 def interrupt():
     while not (os.path.exists("run/metrics.jsonl") and os.path.getsize("run/metrics.jsonl")):

@@ -1501,7 +1501,7 @@ def _axolotl_batch(t: Translation) -> None:
 
 
 def _axolotl_fields(entry: dict[str, Any]) -> dict[str, str]:
-    """Return ``data.fields`` of a data set: the names that weft would not find by itself."""
+    """Return ``data.fields`` of a data set, where weft would not find its names."""
     kind = entry.get("type")
     options = {**entry, **(kind if isinstance(kind, dict) else {})}
     mappings = options.get("message_property_mappings")
