@@ -33,7 +33,8 @@ def run_dir(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run whose chat template refuses the word 'refused'."""
     run = random_run(tmp_path_factory.mktemp("runs") / "chat", store_path)
     refuse = "{% for m in messages if 'refused' in m.content %}{{ raise_exception('no') }}"
-    (run / "chat_template.jinja").write_text(refuse + "{% endfor %}" + CHATML)
+    refuse += "{% endfor %}{% if mood is defined %}{{ raise_exception(mood) }}{% endif %}"
+    (run / "chat_template.jinja").write_text(refuse + CHATML)
     return run
 
 
@@ -57,6 +58,15 @@ def test_chat_remembers_the_conversation(model: TextModel) -> None:
     assert session.messages == messages[:1]
     session.set_system("")
     assert session.messages == []
+
+
+def test_generate_gives_variables_to_the_template(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(run_dir), "--chat", "one", "--max-tokens", "2"]
+    assert main(words) == 0
+    assert main([*words, "--data.chat_template_args", "mood=the mood"]) == 2
+    assert "the mood" in capsys.readouterr().err
 
 
 def test_chat_seed_counts_up(model: TextModel) -> None:

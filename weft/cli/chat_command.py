@@ -63,11 +63,13 @@ def run_chat(options: argparse.Namespace) -> int:
     write_backslashes(sys.stdout)
     checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
     allowed = ["precision.compute_dtype", "run.device", "data.chat_template"]
-    _job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
+    job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
     template = dict(options.overrides).get("data.chat_template", "auto")
 
     def run(rank: Rank) -> None:
-        model = TextModel(load_model(checkpoint, plan, rank), checkpoint, template)
+        model = TextModel(
+            load_model(checkpoint, plan, rank), checkpoint, template, job.data.chat_template_args
+        )
         session = ChatSession(model, sampling)
         show_start(model)
         if options.system:

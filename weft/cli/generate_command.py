@@ -114,9 +114,10 @@ def run_generate(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
-    _job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
+    job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
     template = dict(options.overrides).get("data.chat_template", "auto")
-    chat_format = load_chat_format(checkpoint, template if options.chat else None)
+    variables = job.data.chat_template_args
+    chat_format = load_chat_format(checkpoint, template if options.chat else None, variables)
     prompts = prompts or [""]
     is_streaming = len(prompts) == 1 and not options.json
 

@@ -11,7 +11,7 @@ cache of the rest.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -79,12 +79,17 @@ class ChatFormat:
     encoder: ChatEncoder | None = None  # the chat template, if prompts are messages of a user
 
 
-def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> ChatFormat:
+def load_chat_format(
+    checkpoint: CheckpointRef,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatFormat:
     """Load the text format of a run; see `weft.data.tokenizer`.
 
     Args:
         checkpoint: a checkpoint of the run.
         template: for conversations: path of a chat template, or auto for the run's own.
+        variables: of the template; None: those of the run, ``data.chat_template_args``.
 
     Raises:
         InvalidConfig: if there is no tokenizer, no end token, or no such template.
@@ -101,7 +106,9 @@ def load_chat_format(checkpoint: CheckpointRef, template: str | None = None) -> 
         set_start_tokens(tokenizer, start)
     if template is None:
         return ChatFormat(tokenizer, start_token, tokens.end_tokens, max_context)
-    changes = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
+    changes: dict[str, Any] = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
+    if variables is not None:
+        changes["chat_template_args"] = dict(variables)
     encoder = ChatEncoder(
         str(path), load_chat_template(checkpoint.job.data.model_copy(update=changes))
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class TextModel:
         language_model: the model on its device.
         checkpoint: where its weights come from.
         template: path of a chat template, or auto for the run's.
+        variables: of the template; None: those of the run.
 
     Attributes:
         text_format: for prompts that the model continues.
@@ -47,14 +48,18 @@ class TextModel:
     """
 
     def __init__(
-        self, language_model: LanguageModel, checkpoint: CheckpointRef, template: str = "auto"
+        self,
+        language_model: LanguageModel,
+        checkpoint: CheckpointRef,
+        template: str = "auto",
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.language_model, self.checkpoint = language_model, checkpoint
         self.text_format = load_chat_format(checkpoint)
         self._template = template
         self.chat_format: ChatFormat | None = None
         try:
-            self.chat_format = load_chat_format(checkpoint, template)
+            self.chat_format = load_chat_format(checkpoint, template, variables)
         except InvalidConfig as error:
             if template != "auto":
                 raise
