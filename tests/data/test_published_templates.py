@@ -53,6 +53,20 @@ def test_published_template_trains_what_inference_generates(name: str, tmp_path:
             check_turns(theirs, example, rendered)
 
 
+@pytest.mark.parametrize("name", ["cohere", "gemma3", "llama3_1", "phi3_5", "qwen2_5"])
+def test_one_pass_trains_as_many_tokens_as_one_example_per_turn(name: str, tmp_path: Path) -> None:
+    encoder = Model(name, tmp_path).encoder()
+    example = parse("two turns")
+    numbers = []
+    for untrained in ((), (1,), (3,)):
+        [encoded] = encoder.encode(encoder.render(example._replace(untrained=untrained)))
+        numbers.append(int(encoded.loss_mask.sum()))
+    assert numbers[0] == numbers[1] + numbers[2]
+    last = Model(name, tmp_path).encoder(train_turns="last")
+    [encoded] = last.encode(last.render(example))
+    assert int(encoded.loss_mask.sum()) == numbers[1]
+
+
 def check_turns(theirs: Theirs, example: Example, rendered: list[Rendered]) -> None:
     """Check that each example is a generation prompt of transformers, then the whole answer."""
     turns = example.trained_turns[-len(rendered) :]
