@@ -144,6 +144,20 @@ def test_export_tuned_base_stops_where_chat_does(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
+def test_named_template_is_imported_used_and_exported(tmp_path: Path) -> None:
+    """As current transformers saves templates by name."""
+    base = write_base(tmp_path / "base")
+    name = "additional_chat_templates/tool_use.jinja"
+    (base / name).parent.mkdir()
+    (base / name).write_text("tools " + CHATML)
+    import_model(base, tmp_path / "run", lambda _: None)
+    chat_format = load_chat_format(find_checkpoint(tmp_path / "run"), "auto")
+    assert chat_format.encoder is not None
+    assert chat_format.encoder.template.sources.keys() == {"default", "tool_use"}
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", lambda _: None)
+    assert (tmp_path / "out" / name).read_text() == "tools " + CHATML
+
+
 @pytest.mark.parametrize(
     ("template", "config", "endless"),
     [

@@ -300,8 +300,7 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
         if file is not None:
             sources = {"default": file.read_text("utf-8")}
             if value == "auto":
-                named = sorted((file.parent / NAMED_TEMPLATES_DIR).glob("*.jinja"))
-                sources |= {each.stem: each.read_text("utf-8") for each in named}
+                sources |= _named_templates(directories)
             return ChatTemplate(sources, special, str(file), variables)
         if value != "auto":
             raise InvalidConfig(
@@ -313,6 +312,7 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
         sources = (
             ({"default": template} if isinstance(template, str) else template) if template else {}
         )
+        sources = sources | _named_templates(directories)
         if "default" not in sources:
             rule = f"finds neither chat_template.jinja nor a template in {directory}"
             remedy = "set data.chat_template to a file, or give the tokenizer of a chat model"
@@ -328,6 +328,12 @@ def load_chat_template(section: DataSection) -> ChatTemplate:
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {error}"
     raise InvalidConfig([ConfigError(key, value, rule, "give a file that transformers can read")])
+
+
+def _named_templates(directories: Sequence[Path]) -> dict[str, str]:
+    """Return the templates of the first directory ``additional_chat_templates``."""
+    found = (sorted((each / NAMED_TEMPLATES_DIR).glob("*.jinja")) for each in directories)
+    return {file.stem: file.read_text("utf-8") for file in next(filter(None, found), [])}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
