@@ -1,4 +1,4 @@
-"""End tokens of answers: trained, used by generation, and named in every export."""
+"""End tokens, templates and configurations of models, from their import to their export."""
 
 from __future__ import annotations
 
@@ -187,3 +187,14 @@ def test_prepare_answers_without_an_end_token_are_noted(
         assert f"{endless} of 4 trained answers do not end in a token" in notes[0]
         assert 'stops ("</s>")' in notes[0]
         assert notes[0] in "\n".join(summarize_dataset(dataset))
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
+def test_config_with_a_constant_of_python_is_imported(value: str, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"initializer_range": float(value)}
+    (base / "config.json").write_text(json.dumps(config))
+    assert value in (base / "config.json").read_text()
+    import_model(base, tmp_path / "run", lambda _: None)
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", lambda _: None)
+    assert (tmp_path / "out/config.json").is_file()

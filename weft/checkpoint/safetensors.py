@@ -157,14 +157,19 @@ def parse_header(text: bytes, size: int) -> dict[str, StoredTensor]:
     return {name: tensor for _, _, name, tensor in tensors}
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object without repeated names, NaN or infinity.
+def parse_json(text: bytes, allow_constants: bool = False) -> dict[str, Any]:
+    """Parse a JSON object without repeated names.
+
+    Args:
+        text: the object.
+        allow_constants: allow NaN, Infinity and -Infinity, which Python writes into configurations.
 
     Raises:
         CorruptData: if the text is not such an object.
     """
     try:
-        tree = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        parse_constant = float if allow_constants else _no_constant
+        tree = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=parse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"is not JSON: {str(error)[:200]}") from error
     _check(isinstance(tree, dict), "is not a JSON object")

@@ -387,7 +387,7 @@ def _write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 def read_json_object(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
     """Read a JSON object; on an error return None and append it to ``errors``."""
     try:
-        return parse_json(read_small_file(path))
+        return parse_json(read_small_file(path), allow_constants=True)
     except CorruptData as error:
         remedy = "every model on the Hub has one" if path.name == "config.json" else ""
         errors.add(path.name, f"{error} ({path.parent})", remedy or "download it again")
