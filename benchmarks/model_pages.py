@@ -73,9 +73,9 @@ TEXT_MODEL = (
     "The published files are of a multi-modal model. Save its text model as the directory "
     "`text-model` first: see [Models](../models.md#import-and-export)."
 )
-BFLOAT16 = (
-    "The published files are in float8, which weft does not read. Convert them to bfloat16 first, "
-    "by `inference/fp8_cast_bf16.py` of DeepSeek's repository."
+FLOAT8 = (
+    "The published files are in float8 with a scale per block. weft reads the values that they "
+    "stand for; the export is in bfloat16."
 )
 
 
@@ -209,8 +209,8 @@ PAGES: dict[str, tuple[str, list[Model]]] = {
                 "",
                 "",
                 ("deepseek-v3-671b-lora", "deepseek-v3-671b"),
-                "deepseek-v3-bf16",
-                BFLOAT16,
+                "deepseek-ai/DeepSeek-V3",
+                FLOAT8,
             ),
         ],
     ),

@@ -91,7 +91,8 @@ IGNORED_FIELDS = {
 }
 REMEDIES = {
     "auto_map": "remove the field if the model needs none; weft never runs remote code",
-    "quantization_config": "save dequantized weights first, in float32, bfloat16 or float16",
+    "quantization_config": "use the model's files in bfloat16, or save dequantized weights: in "
+    "transformers, from_pretrained(), dequantize() and save_pretrained()",
 }
 EXPERT_KEYS = (
     *("active_experts", "expert_dim", "shared_experts", "dense_layers", "expert_interval"),
@@ -404,7 +405,9 @@ def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
         known.add("original_max_position_embeddings")
     quantization = given.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if mapping.quantization and method == mapping.quantization:
+    form = quantization.get("format") if isinstance(quantization, dict) else None
+    is_float8 = method == "fp8" or (method, form) == ("compressed-tensors", "float-quantized")
+    if is_float8 or (mapping.quantization and method == mapping.quantization):
         known.add("quantization_config")
     for name, value in given.items():
         is_rope = name.startswith("rope_") or name == "partial_rotary_factor"

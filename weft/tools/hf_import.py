@@ -59,9 +59,11 @@ from weft.tools.hf_convert import (
 )
 from weft.tools.hf_weights import (
     find_differing_copy,
+    find_scale,
     list_hf_tensors,
     list_quantized,
     open_hf_weights,
+    scale_blocks,
 )
 from weft.tools.peft_import import Adapter, open_adapter
 from weft.version import __version__
@@ -476,7 +478,10 @@ def _check_shapes(
         shapes |= {f"{name}_blocks": tuple(blocks), f"{name}_scales": tuple(scales)}
     packed = {f"{name}_{kind}" for name in quantized for kind in ("blocks", "scales")}
     prefixes = tuple(f"model.layers.{config.num_layers + i}." for i in skipped)
-    for name in tensors.keys() - shapes.keys():
+    scale_names = {scale for name in tensors if (scale := find_scale(contents, name))}
+    # Scales of inputs are those of a server; weft computes in the dtype of training.
+    scale_names |= {name for name in tensors if name.endswith((".input_scale", ".input_scale_inv"))}
+    for name in tensors.keys() - shapes.keys() - scale_names:
         remedy = "use weights and config.json of one model"
         if not DERIVED.fullmatch(name) and not name.startswith(prefixes):
             errors.add(printable(name), f"is not a weight of this {mapping.name}", remedy)
@@ -497,6 +502,10 @@ def _check_shapes(
         if name in packed and tensor.dtype != torch.uint8:
             rule = f"is {NAMES[tensor.dtype]}, not U8, the dtype of packed MXFP4"
             errors.add(name, rule, "download it again")
+        elif (scale := find_scale(contents, name)) is not None:
+            if scale_blocks(tensor.shape, tensors[scale].shape) is None:
+                rule = f"has shape {list(tensors[scale].shape)}, which does not fit {name}, "
+                errors.add(scale, f"{rule}of shape {list(tensor.shape)}", "download it again")
         elif name not in packed and tensor.dtype not in DTYPES.values():
             rule = f"is {NAMES[tensor.dtype]}, which is quantized or does not fit in float32"
             errors.add(name, rule, "save it as F32, BF16 or F16")

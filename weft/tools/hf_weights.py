@@ -10,7 +10,7 @@ Shapes in names: E experts, D model width, F expert width, O outputs, I inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.checkpoint.shard_files import Contents
+from weft.checkpoint.shard_files import Contents, find_overlaps, read_shards
 from weft.checkpoint.weight_files import Weight, open_weight
 from weft.models.family import Family
 from weft.models.hf_fields import HFMapping, StackedExperts
@@ -168,6 +168,80 @@ def decode_mxfp4(blocks_EOGB: Tensor, scales_EOG: Tensor) -> Tensor:
     return decoded_EOGI.flatten(-2)
 
 
+FLOAT8 = torch.float8_e4m3fn
+# Names of the scales of a matrix in float8: those of DeepSeek and Qwen, and of compressed-tensors.
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+SCALE_BLOCKS = (128, 64, 32, 256, 512)  # values with a common scale, of which the files name none
+
+
+def find_scale(contents: Contents, name: str) -> str | None:
+    """Return the name of the scales of a tensor in float8; None: it has another dtype, or none."""
+    if contents.tensors[name].dtype != FLOAT8:
+        return None
+    return next((name + s for s in SCALE_SUFFIXES if name + s in contents.tensors), None)
+
+
+def scale_block(size: int, num_scales: int) -> int | None:
+    """Return how many values of a dimension have a common scale; None: the sizes do not fit."""
+    if num_scales in (1, size):
+        return size // num_scales
+    return next((b for b in SCALE_BLOCKS if -(-size // b) == num_scales), None)
+
+
+def scale_blocks(shape: Sequence[int], scales: Sequence[int]) -> list[int] | None:
+    """Return the block of each dimension for the scales of a tensor; None: they do not fit.
+
+    One scale is for all values, and a vector is for the rows.
+    """
+    sizes = [*scales, *[1] * (len(shape) - len(scales))] if len(scales) < 2 else [*scales]
+    if len(sizes) != len(shape):
+        return None
+    blocks = [scale_block(size, count) for size, count in zip(shape, sizes, strict=True)]
+    return None if None in blocks else [block for block in blocks if block is not None]
+
+
+def open_tensor(contents: Contents, name: str) -> Weight:
+    """Open a tensor of a Hugging Face directory; float8 is multiplied by its scales."""
+    weight = open_weight(contents, name)
+    scale_name = find_scale(contents, name)
+    if scale_name is None:
+        return weight
+    shape = contents.tensors[scale_name].shape
+    blocks = scale_blocks(weight.shape, shape)
+    assert blocks is not None  # `weft.tools.hf_import` checks it
+    scales = open_weight(contents, scale_name) if shape else None
+    return weight._replace(read=partial(_read_scaled, weight, scales, scale_name, contents, blocks))
+
+
+def _read_scaled(
+    weight: Weight,
+    scales: Weight | None,
+    scale_name: str,
+    contents: Contents,
+    blocks: list[int],
+    first: int = 0,
+    stop: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield rows of a tensor in float8 as float32: each value times the scale of its block."""
+    values = _read_scalar(contents, scale_name) if scales is None else torch.cat([*scales.read()])
+    values = values.float()
+    values = values.reshape(*values.shape, *[1] * (len(blocks) - values.dim()))
+    for dim, (size, block) in enumerate(zip(weight.shape[1:], blocks[1:], strict=True), 1):
+        values = values.repeat_interleave(block, dim).narrow(dim, 0, size)
+    for rows in weight.read(first, stop):
+        numbers = torch.arange(first, first + len(rows)) // blocks[0]
+        yield rows.float() * values[numbers]
+        first += len(rows)
+
+
+def _read_scalar(contents: Contents, name: str) -> Tensor:
+    """Read a tensor without dimensions."""
+    entry = contents.tensors[name]
+    value = torch.empty((), dtype=entry.dtype)
+    read_shards(contents, {name: [*find_overlaps(entry, [], value)]})
+    return value.reshape(1)
+
+
 # --------------------------------------------------------------------------- import
 
 
@@ -208,7 +282,7 @@ def _reader(
         return zeros_weight(shape).read
     hf_name, tensor = sources[0]
     if tensor.kind == "expert":
-        matrices = [open_weight(contents, source) for source, _ in sources]
+        matrices = [open_tensor(contents, source) for source, _ in sources]
         return partial(_read_experts, matrices)
     if tensor.kind == "stacked":
         layout = mapping.stacked
@@ -217,8 +291,8 @@ def _reader(
         if hf_name in quantized:
             pair = [open_weight(contents, f"{hf_name}_{kind}") for kind in ("blocks", "scales")]
             return partial(_read_quantized, pair, layout, part)
-        return partial(_read_stacked, open_weight(contents, hf_name), layout, part)
-    source = open_weight(contents, hf_name)
+        return partial(_read_stacked, open_tensor(contents, hf_name), layout, part)
+    source = open_tensor(contents, hf_name)
     if tensor.kind == "bias":
         return partial(_read_reshaped, source, shape)
     if tensor.kind == "rows":
