@@ -136,7 +136,7 @@ def test_failing_store_leaves_nothing(proxy: s3.Proxy, tmp_path: Path) -> None:
         ("s3://absent/tiny", "", None, ["bucket absent, which does not exist"]),
         ("s3://models/tiny/config.json", "", None, ["is not a directory"]),
         ("s3://models/tiny", "AWS_ACCESS_KEY_ID", None, ["NoCredentialsError", "~/.aws"]),
-        ("s3://models/tiny", "", 403, ["cannot be read: PermissionError", "~/.aws"]),
+        ("s3://models/tiny", "", 403, ["cannot be reached: PermissionError", "~/.aws"]),
         ("s3://key:secret@models/tiny", "", None, ["has credentials in it"]),
     ],
 )

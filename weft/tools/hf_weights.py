@@ -175,21 +175,21 @@ SCALE_BLOCKS = (128, 64, 32, 256, 512)  # values with a common scale, of which t
 
 
 def find_scale(contents: Contents, name: str) -> str | None:
-    """Return the name of the scales of a tensor in float8; None: it has another dtype, or none."""
+    """Return the name of the scales of a tensor in float8, or None."""
     if contents.tensors[name].dtype != FLOAT8:
         return None
     return next((name + s for s in SCALE_SUFFIXES if name + s in contents.tensors), None)
 
 
 def scale_block(size: int, num_scales: int) -> int | None:
-    """Return how many values of a dimension have a common scale; None: the sizes do not fit."""
+    """Return how many values have a common scale; None: the sizes do not fit."""
     if num_scales in (1, size):
         return size // num_scales
     return next((b for b in SCALE_BLOCKS if -(-size // b) == num_scales), None)
 
 
 def scale_blocks(shape: Sequence[int], scales: Sequence[int]) -> list[int] | None:
-    """Return the block of each dimension for the scales of a tensor; None: they do not fit.
+    """Return the block of each dimension; None: the scales do not fit.
 
     One scale is for all values, and a vector is for the rows.
     """
@@ -222,7 +222,7 @@ def _read_scaled(
     first: int = 0,
     stop: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield rows of a tensor in float8 as float32: each value times the scale of its block."""
+    """Yield rows in float8 as float32: each value times the scale of its block."""
     values = _read_scalar(contents, scale_name) if scales is None else torch.cat([*scales.read()])
     values = values.float()
     values = values.reshape(*values.shape, *[1] * (len(blocks) - values.dim()))
