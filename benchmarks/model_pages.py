@@ -49,8 +49,8 @@ class Model(NamedTuple):
         kind, preset: of weft.
         full, lora: recipes that tune it; "": none.
         recipes: others that train it, or its shape, on their own cluster.
-        directory: of weights that must be saved first; "": weft reads the published files.
-        remark: how to save them.
+        directory: name or directory of the weights, if it is not ``hub``.
+        remark: what weft does with them.
     """
 
     title: str
@@ -70,8 +70,8 @@ def dense(title: str, hub: str, kind: str, preset: str, *recipes: str) -> Model:
 
 
 TEXT_MODEL = (
-    "The published files are of a multi-modal model. Save its text model as the directory "
-    "`text-model` first: see [Models](../models.md#import-and-export)."
+    "The published files are of a multi-modal model. weft reads its text model, and exports it "
+    "alone: see [Models](../models.md#import-and-export)."
 )
 FLOAT8 = (
     "The published files are in float8 with a scale per block. weft reads the values that they "
@@ -82,7 +82,8 @@ FLOAT8 = (
 def gemma3(size: str, full: str, lora: str) -> Model:
     """Return a multi-modal Gemma 3."""
     title, preset = f"Gemma 3 {size}", size.lower()
-    return Model(title, "", "gemma3", preset, full, lora, (), "text-model", TEXT_MODEL)
+    hub = f"google/gemma-3-{preset}-it"
+    return Model(title, "", "gemma3", preset, full, lora, (), hub, TEXT_MODEL)
 
 
 def qwen2_5(size: str) -> Model:

@@ -20,6 +20,7 @@ from weft.models.hf_mapping import (
     get_hf_mapping,
     param_shapes,
     simplify,
+    text_config,
     to_hf_config,
 )
 from weft.models.hf_rope import yarn_magnitude
@@ -132,7 +133,7 @@ NONE = object()  # the field is removed
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1 must be 0.0"]),
         ({"head_dim": 15}, ["head_dim=15 is odd"]),
         ({"auto_map": {"AutoModel": "x.Y"}}, ["never runs remote code"]),
-        ({"quantization_config": {"bits": 4}}, ["dequantized weights first"]),
+        ({"quantization_config": {"bits": 4}}, ["save dequantized weights"]),
         ({"sliding_window": 4096}, ["sliding_window=4096 is not a known field of Llama"]),
         ({"layer_types": ["full_attention"] * 2, "head_dim": 33}, ["head_dim=33 is odd"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
@@ -306,14 +307,33 @@ def test_kind_of_a_config_is_its_family() -> None:
         assert "add-a-family.md" in error.remedy
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
-def test_multi_modal_model_is_refused_with_a_remedy(kind: str) -> None:
-    text_type = get_hf_mapping(FAMILIES[kind]).model_type
-    tree = {"model_type": kind, "text_config": {"model_type": text_type}, "vision_config": {}}
-    found, (error,) = detect_family(tree, FAMILIES)
-    assert found is None
-    assert "is a multi-modal model" in str(error)
-    assert f"load {text_type}" in str(error)
+def test_published_multi_modal_config_has_the_text_model_of_the_preset() -> None:
+    """Gemma 3 4B: its text_config names only what differs from the class of transformers."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    published = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+    }
+    tree = text_config(published, FAMILIES)
+    assert detect_family(tree, FAMILIES) == ("gemma3", [])
+    config, errors = from_hf_config(FAMILIES["gemma3"], tree)
+    assert errors == []
+    expected = FAMILIES["gemma3"].presets["4b"].model_copy(update={"vocab_size": 262208})
+    assert config == expected
+    unknown = {"model_type": "new", "text_config": {"model_type": "new_text"}}
+    assert text_config(unknown, FAMILIES) is unknown
 
 
 def test_published_deepseek_config_equals_the_preset() -> None:

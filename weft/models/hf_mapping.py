@@ -120,15 +120,29 @@ def detect_family(
         return kind_by_type[model_type], []
     rule = f"must be {format_hf_choices(kind_by_type)}"
     remedy = "docs/add-a-family.md shows how to add another one"
-    text = hf_config.get("text_config")
-    text_type = text.get("model_type") if isinstance(text, dict) else None
-    if isinstance(text_type, str) and text_type in kind_by_type:
-        rule = f"is a multi-modal model around a model of type {text_type}"
-        remedy = (
-            f"give the directory of its text model: load {text_type} with "
-            "transformers.AutoModelForCausalLM and call save_pretrained()"
-        )
     return None, [ConfigError("config.json model_type", _short(model_type), rule, remedy)]
+
+
+# Fields of a multi-modal configuration that its text model has, too.
+OUTER_FIELDS = (
+    *("torch_dtype", "dtype", "tie_word_embeddings", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
+)
+
+
+def text_config(tree: Json, families: Mapping[str, Family]) -> Json:
+    """Return the configuration of the text model in a multi-modal one; else the same."""
+    mappings = {f.hf_mapping.model_type: f.hf_mapping for f in families.values() if f.hf_mapping}
+    text = tree.get("text_config")
+    if tree.get("model_type") in mappings or not isinstance(text, dict):
+        return tree
+    mapping = mappings.get(str(text.get("model_type")))
+    if mapping is None:
+        return tree
+    outer = {name: tree[name] for name in OUTER_FIELDS if name in tree}
+    # transformers ties the embeddings of the whole model or not.
+    tied = {name: tree[name] for name in ("tie_word_embeddings",) if name in tree}
+    return outer | text | tied | {"architectures": [mapping.architecture]}
 
 
 def param_shapes(family: Family, config: Any) -> dict[str, torch.Size]:

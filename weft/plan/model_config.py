@@ -19,7 +19,13 @@ from weft.config.files import expand_path, open_regular
 from weft.config.reader import check_section, read_job
 from weft.config.schema import POSITION_KEYS, Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
-from weft.models.hf_mapping import TRAINING_KEYS, check_hf_config, detect_family, from_hf_config
+from weft.models.hf_mapping import (
+    TRAINING_KEYS,
+    check_hf_config,
+    detect_family,
+    from_hf_config,
+    text_config,
+)
 
 RESIZE_REMEDY = (
     "weft does not resize the vocabulary of a model. transformers does: "
@@ -325,6 +331,7 @@ def _read_model(directory: Path, path: str) -> ModelSection:
             remedy = f"import it once: {command}, with the directory of the model's config.json. "
             remedy += "Then give that run directory"
         raise InvalidConfig([ConfigError("model.path", path, rule, remedy)])
+    tree = text_config(tree, FAMILIES)
     kind, problems = detect_family(tree, FAMILIES)
     if kind is not None:
         config, problems = from_hf_config(FAMILIES[kind], tree)

@@ -44,6 +44,7 @@ from weft.data.document_tokens import (
 from weft.data.prepared_cache import Progress, Report
 from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
+from weft.models import FAMILIES
 from weft.models.hf_mapping import (
     IGNORED_FIELDS,
     MTP_FIELD,
@@ -52,6 +53,7 @@ from weft.models.hf_mapping import (
     get_hf_mapping,
     param_shapes,
     simplify,
+    text_config,
     to_hf_config,
 )
 from weft.tools.generate import find_changed_start, load_chat_format
@@ -264,7 +266,8 @@ class _SpecialTokens(NamedTuple):
 def _read_source_config(checkpoint: CheckpointRef, errors: ConfigErrors) -> dict[str, Any]:
     """Return the ``config.json`` that was imported; empty without an import."""
     path = checkpoint.run_dir / SOURCE_DIR / "config.json"
-    return (read_json_object(path, errors) or {}) if path.parent.is_dir() else {}
+    tree = (read_json_object(path, errors) or {}) if path.parent.is_dir() else {}
+    return text_config(tree, FAMILIES)
 
 
 def _keep_fields(

@@ -44,6 +44,7 @@ from weft.models.hf_mapping import (
     get_hf_mapping,
     param_shapes,
     printable,
+    text_config,
 )
 from weft.plan.model_config import keep_mtp_layers, model_section, resolve_section
 from weft.tools.hf_convert import (
@@ -252,7 +253,10 @@ def open_hf_source(
         mtp_note = f"layers of multi-token prediction (model.mtp_layers={read_layers}) {kept}"
         note = f"{note}\n{mtp_note}" if note else mtp_note
     tree = read_json_object(source / "config.json", errors) or {}
-    note = "\n".join(filter(None, [note, *_describe_training(tree, model[1])]))
+    notes = [note, *_describe_training(text_config(tree, FAMILIES), model[1])]
+    if text_config(tree, FAMILIES) is not tree:
+        notes.append(f"the text model of {tree.get('model_type')}: its other parts are left out")
+    note = "\n".join(filter(None, notes))
     files = {f"{SOURCE_DIR}/{name}": source / name for name in companions}
     return ModelSource(
         source.name,
@@ -324,6 +328,7 @@ def _read_config(source: Path, errors: ConfigErrors) -> tuple[str, Any]:
     kind, config = None, None
     tree = read_json_object(source / "config.json", errors)
     if tree is not None:
+        tree = text_config(tree, FAMILIES)
         kind, config_errors = detect_family(tree, FAMILIES)
         if kind is not None:
             config, config_errors = from_hf_config(FAMILIES[kind], tree)
@@ -448,12 +453,37 @@ def _read_contents(
         if index not in (None, files_of):
             rule = "does not match the tensors in the files"
             found.add(INDEX, rule, "download index and files again")
+        _select_text_model(contents)
         if model is not None:
             _check_shapes(contents, *model, found, skipped)
     errors += found[:MAX_PROBLEMS]
     if len(found) > MAX_PROBLEMS:
         errors.add("weights", f"have {len(found) - MAX_PROBLEMS} more problems")
     return contents
+
+
+# Names of the text model in files of multi-modal models, and of their other parts.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision"
+    r"|embed_audio|multimodal_projector)\."
+)
+
+
+def _select_text_model(contents: Contents) -> None:
+    """Leave the text model of a multi-modal one, under its own names."""
+    if not any(name.startswith(tuple(TEXT_PREFIXES)) for name in contents.tensors):
+        return
+    tensors = dict(contents.tensors)
+    contents.tensors.clear()
+    for name, entry in tensors.items():
+        if not OTHER_PARTS.match(name):
+            prefix = next((each for each in TEXT_PREFIXES if name.startswith(each)), "")
+            contents.tensors[TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = entry
 
 
 def _check_shapes(

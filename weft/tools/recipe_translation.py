@@ -1627,11 +1627,12 @@ def _axolotl_data(t: Translation) -> None:
 def _from_model(t: Translation) -> None:
     """Translate the ``config.json`` of a model to section ``model``."""
     from weft.models import FAMILIES
-    from weft.models.hf_mapping import detect_family, from_hf_config
+    from weft.models.hf_mapping import detect_family, from_hf_config, text_config
 
-    kind, errors = detect_family(t.config.values, FAMILIES)
+    tree = text_config(t.config.values, FAMILIES)
+    kind, errors = detect_family(tree, FAMILIES)
     if kind is not None:
-        config, errors = from_hf_config(FAMILIES[kind], t.config.values)
+        config, errors = from_hf_config(FAMILIES[kind], tree)
     if kind is None or errors:
         raise InvalidConfig(errors)
     t.values.clear()

@@ -81,6 +81,10 @@ HF_MAPPING = HFMapping(
         "attention_bias": False,
         "query_pre_attn_scalar": 256,
         "head_dim": 256,
+        # Published files of multi-modal models name only what differs from transformers' class.
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
