@@ -67,6 +67,13 @@ def test_one_pass_trains_as_many_tokens_as_one_example_per_turn(name: str, tmp_p
     assert int(encoded.loss_mask.sum()) == numbers[1]
 
 
+def test_answer_that_no_user_asked_for_is_refused_if_the_template_needs_one(tmp_path: Path) -> None:
+    encoder = Model("qwen3_5_think", tmp_path).encoder()
+    messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InvalidConversation, match="has no answer to a user"):
+        encoder.render(Example(messages, None, 0))
+
+
 def check_turns(theirs: Theirs, example: Example, rendered: list[Rendered]) -> None:
     """Check that each example is a generation prompt of transformers, then the whole answer."""
     turns = example.trained_turns[-len(rendered) :]

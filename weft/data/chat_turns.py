@@ -110,12 +110,14 @@ class TurnFinder:
         found = [span for span in spans if span is not None]
         if len(found) == len(turns):
             whole = self._add_end(example, text, found)
-            if all(self._has_end(whole, span) for span in whole.spans) or not self._next_token(
-                "user"
-            ):
+            has_ends = all(self._has_end(whole.text, span) for span in whole.spans)
+            if has_ends or not self._next_token("user"):
                 return [whole]
         rendered = [self._render_turn(example, turn) for turn in turns]
-        return [each for each in rendered if each is not None]
+        examples = [each for each in rendered if each is not None]
+        if not examples:
+            raise InvalidConversation("has no answer to a user, and the template needs a user turn")
+        return examples
 
     def _read_marks(self, example: Example, text: str, turns: list[int]) -> Rendered:
         """Return the text and the marked spans of the trained turns."""
@@ -238,7 +240,7 @@ class TurnFinder:
         ended = []
         for span in spans:
             token = self._special.match(text, span.stop)
-            if self._has_end(Rendered(text, spans), span):
+            if self._has_end(text, span):
                 token = None
             elif span.stop == len(text):
                 role = "tool" if example.messages[-1].get("tool_calls") else "user"
@@ -248,8 +250,8 @@ class TurnFinder:
             ended.append(range(span.start, token.end()) if token and is_end else span)
         return Rendered(text, ended)
 
-    def _has_end(self, rendered: Rendered, span: range) -> bool:
-        return self._ending.match(rendered.text, span.start, span.stop) is not None
+    def _has_end(self, text: str, span: range) -> bool:
+        return self._ending.match(text, span.start, span.stop) is not None
 
     def _next_token(self, role: str) -> str:
         """Return the end token that the template writes before the next message, or ''."""

@@ -8,7 +8,6 @@ a user's function yields rows one by one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from weft.data.source import (
     SourceRef,
     detect_format,
     is_compressed,
+    is_table_text,
     load_user_function,
     max_content_bytes,
     open_file,
@@ -109,11 +109,6 @@ def divide_file(file: File, size: int) -> list[FileFragment]:
     return [FileFragment(file, kind, 0, end, file.size_bytes)]
 
 
-def is_table_text(name: str) -> bool:
-    """Return True for .csv, .tsv and .json files, which are read from the beginning."""
-    return re.search(r"\.(csv|tsv|json)(\.gz|\.zst)?$", name.lower()) is not None
-
-
 def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows as pyarrow tables or batches, with the columns that exist.
 
@@ -132,6 +127,8 @@ def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]
 CHAT_FIELDS = (
     ({"chosen", "rejected"}, "preferences"),
     ({"messages"}, "chat"),
+    ({"conversations"}, "chat"),
+    ({"prompt", "completion"}, "chat"),
     ({"prompt", "response"}, "chat"),
     ({"instruction", "output"}, "chat"),
 )

@@ -18,7 +18,6 @@ from weft.data.fragments import (
     FileFragment,
     describe_fields,
     find_field,
-    is_table_text,
     read_tables,
     read_text_column,
     read_user_rows,
@@ -28,6 +27,7 @@ from weft.data.source import (
     DecompressionError,
     decompress_stream,
     is_compressed,
+    is_table_text,
     open_file,
     unreadable_error,
 )

@@ -375,6 +375,14 @@ def is_compressed(name: str) -> bool:
     return name.lower().endswith(_COMPRESSED)
 
 
+def is_table_text(name: str) -> bool:
+    """Return True for .csv, .tsv and .json files, which are read from the beginning."""
+    name = name.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name.endswith(_EXPLICIT)
+
+
 def detect_format(name: str, explicit: bool = False) -> Format | None:
     """Return the format of a file by its name; None: text.
 

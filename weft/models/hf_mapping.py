@@ -125,7 +125,7 @@ def detect_family(
 
 # Fields of a multi-modal configuration that its text model has, too.
 OUTER_FIELDS = (
-    *("torch_dtype", "dtype", "tie_word_embeddings", "transformers_version"),
+    *("torch_dtype", "dtype", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
 )
 
