@@ -105,6 +105,73 @@ def test_from_config_of_an_older_transformers_is_understood() -> None:
     assert (config.num_kv_heads, config.max_seq_len, config.norm_eps) == (32, 2048, 1e-6)
 
 
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.hf_mapping is not None])
+def test_from_config_with_every_field_of_its_class_is_understood(name: str) -> None:
+    """A program that writes `to_dict` writes also the fields that have their defaults."""
+    from transformers import CONFIG_MAPPING
+
+    mapping = get_hf_mapping(FAMILIES[name])
+    config: Any = CONFIG_MAPPING[mapping.model_type]()
+    tree = json.loads(config.to_json_string(use_diff=False))
+    _, errors = from_hf_config(FAMILIES[name], tree | {"architectures": [mapping.architecture]})
+    assert [error for error in errors if "not a known field" in error.rule] == []
+
+
+# The other fields of the base class of transformers 4, with their defaults.
+BASE_OF_FOUR = {
+    "add_cross_attention": False,
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "diversity_penalty": 0.0,
+    "do_sample": False,
+    "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "finetuning_task": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "output_scores": False,
+    "prefix": None,
+    "pruned_heads": {},
+    "remove_invalid_values": False,
+    "repetition_penalty": 1.0,
+    "return_dict_in_generate": False,
+    "sep_token_id": None,
+    "suppress_tokens": None,
+    "task_specific_params": None,
+    "temperature": 1.0,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "tokenizer_class": None,
+    "top_k": 50,
+    "top_p": 1.0,
+    "torchscript": False,
+    "typical_p": 1.0,
+    "use_bfloat16": False,
+}
+
+
+def test_from_config_with_the_base_fields_of_transformers_4_is_understood() -> None:
+    tree = to_hf_config(LLAMA, SMALL, "float32") | BASE_OF_FOUR | {"is_decoder": True}
+    assert from_hf_config(LLAMA, tree) == (SMALL, [])
+    for change in ({"is_encoder_decoder": True}, {"pruned_heads": {"0": [1]}}):
+        _, errors = from_hf_config(LLAMA, tree | change)
+        assert [error.rule for error in errors] == [
+            f"must be {json.dumps(BASE_OF_FOUR[name])}" for name in change
+        ]
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

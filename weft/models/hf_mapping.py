@@ -68,12 +68,34 @@ LIMITS: dict[str, Limits] = {
     **dict.fromkeys(("route_scale", "expert_limit"), FACTOR),
 }
 MTP_FIELD = "num_nextn_predict_layers"  # of a family with layers of multi-token prediction
+# Fields of the base class of transformers 4 that set how text is generated: see `weft generate`.
+_GENERATION_FIELDS = (
+    *("bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty"),
+    *("do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
+    *("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
+    *("length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size"),
+    *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores"),
+    *("remove_invalid_values", "repetition_penalty", "return_dict_in_generate"),
+    *("suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
+)
+# Fields of the base class that only encoders and older models have: the value of all others.
+BASE_FIELDS: Json = {
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "is_decoder": (False, True),  # a decoder is one either way
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+}
 # Fields that do not change what the model computes.
 IGNORED_FIELDS = {
+    *_GENERATION_FIELDS,
+    "attn_implementation",
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
     "eos_token_id",
+    "finetuning_task",
     "id2label",
     "initializer_range",
     "label2id",
@@ -81,12 +103,21 @@ IGNORED_FIELDS = {
     "output_hidden_states",
     "output_router_logits",  # see `_read_router_loss`
     "pad_token_id",
+    "prefix",
     "pretraining_tp",
     "problem_type",
     "return_dict",
     "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tokenizer_class",
     "torch_dtype",
+    "torchscript",
     "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
     "use_cache",
 }
 REMEDIES = {
@@ -391,6 +422,10 @@ def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
         value = given.get(name, MISSING)
         if value != only and (name in exact or name in given):
             yield name, value, f"must be {json.dumps(only)}"
+    for name, only in BASE_FIELDS.items():
+        accepted = only if isinstance(only, tuple) else (only,)
+        if name in given and given[name] not in accepted:
+            yield name, given[name], f"must be {json.dumps(accepted[0])}"
 
 
 def _check_router_loss(given: Json) -> Iterator[Problem]:
@@ -405,6 +440,7 @@ def _check_unknown_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
     """Yield an error for each field that may change what the model computes."""
     known = {"architectures", "model_type", "layer_types", mapping.expert_layers}
     known |= {*mapping.all_fields, *mapping.fixed_fields, *IGNORED_FIELDS, *mapping.ignored_fields}
+    known |= {*BASE_FIELDS}
     known |= {*mapping.switches}
     if mapping.has_latent_attention:
         known |= {"qk_nope_head_dim", "qk_head_dim", "head_dim"}
