@@ -20,7 +20,8 @@ ALWAYS_EFFECTIVE = frozenset(
     for section, names in {
         "run": "dir device cluster",
         "model": "path kind preset",
-        "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
+        "data": "path mixture format tokenizer add_tokens validation_fraction invalid_utf8 "
+        "cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective eval_interval eval_sequences",
         "lora": "path rank targets quantize dora",
@@ -58,6 +59,7 @@ CASES = [
     ("data.text_field=content", "data.format=chat", 1, "", 1),
     ("data.packing=documents", "data.format=chat", 1, "", 1),
     ("data.start_token=false", "data.format=chat", 1, "", 1),
+    ("data.add_special_tokens=<|x|>", "", 1, "data.format=chat", 1),
     ("data.overlong=skip", "", 1, "data.format=chat", 1),
     ("data.chat_template=x.jinja", "", 1, "data.format=chat", 1),
     ("data.chat_template_args=a=b", "", 1, "data.format=chat", 1),

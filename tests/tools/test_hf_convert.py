@@ -774,7 +774,10 @@ NAN = torch.tensor([float("nan")] * 16)
             "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them. Set "
             "tie_word_embeddings to false",
         ),
-        (with_json("config.json", vocab_size=128), "model.vocab_size is 128"),
+        (
+            with_json("config.json", vocab_size=128),
+            "has shape [512, 16] in model.safetensors, not [128",
+        ),
         (with_json("config.json", vocab_size=600), "has 512 entries, but the model 600: more than"),
         # The tokenizer.
         (remove("tokenizer.json"), "save_pretrained(DIRECTORY) writes one"),

@@ -34,7 +34,7 @@ from weft.config.errors import (
 from weft.config.peer_configs import describe_peer_config, is_torchtitan
 from weft.config.peer_names import all_peer_names, describe_peer_name, load_peer_names
 from weft.config.run_paths import JOB_FILE, absolute_dir, is_run_file, resolve_run_paths
-from weft.config.schema import NO_NUL, ONE_LINE, POSITION_KEYS, SECTIONS, Job, Section, Text, keys
+from weft.config.schema import CHANGEABLE_KEYS, NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def _drop_replaced(tree: Tree, chosen: Mapping[str, object]) -> None:
     Those are ``train.epochs`` and ``train.steps``, ``data.mixture`` and ``data.path``, and
     ``model.path`` and the other model keys.
     """
-    beside = {f"model.{name}" for name in ("path", "mtp_layers", *POSITION_KEYS)}
+    beside = {f"model.{name}" for name in ("path", "mtp_layers", *CHANGEABLE_KEYS)}
     model = [name for name in chosen if name.startswith("model.") and name not in beside]
     for first, others in (
         ("train.steps", ["train.epochs"]),

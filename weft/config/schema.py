@@ -146,6 +146,9 @@ POSITION_KEYS = (
     "rope_magnitude",
 )
 
+# Keys of a model that an import may change: positions, and the rows of embedding and head.
+CHANGEABLE_KEYS = (*POSITION_KEYS, "vocab_size")
+
 
 class ModelSection(Section):
     """Model family and size; more keys override fields of the configuration."""
@@ -154,9 +157,9 @@ class ModelSection(Section):
 
     path: Name = key(
         "",
-        "model to train further, in place of all other model keys but those of positions "
-        "(max_seq_len, rope_theta, ...): a Hugging Face directory, org/name on the Hub, or a weft "
-        "run; its weights are imported at the first start",
+        "model to train further, in place of all other model keys but vocab_size and those of "
+        "positions (max_seq_len, rope_theta, ...): a Hugging Face directory, org/name on the Hub, "
+        "or a weft run; its weights are imported at the first start",
     )
     kind: Text = key("llama", "model family, or module:attribute of your own")
     preset: Name = key("toy", "named size of the family")
@@ -197,6 +200,15 @@ class DataSection(Section):
         "train.objective=dpo",
     )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
+    add_tokens: tuple[Text, ...] = key(
+        (),
+        "tokens to add to the tokenizer, found in any text; a model of model.path gets rows for "
+        "them, see docs/fine-tuning.md",
+    )
+    add_special_tokens: tuple[Text, ...] = key(
+        (),
+        "the same for special tokens, which only a chat template writes: <|im_start|>,<|im_end|>",
+    )
     start_token: Auto | bool = key(
         "auto",
         "start token before each document of text, such as <s>. auto: as the tokenizer adds it; "

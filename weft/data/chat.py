@@ -22,6 +22,7 @@ from weft.data.chat_template import ChatTemplate, strip_marks
 from weft.data.chat_turns import Rendered, TurnFinder, skip_empty_reasoning
 from weft.data.document_tokens import load_document_tokens
 from weft.data.tokenizer import load_tokenizer
+from weft.plan.vocabulary import NO_TOKENS, NewTokens, new_tokens
 
 
 class EncodedConversation(NamedTuple):
@@ -39,6 +40,7 @@ class ChatEncoder:
         template: the chat template.
         last_only: train only the last turn of each conversation.
         trains_empty_reasoning: train the empty ``<think></think>`` of answers without reasoning.
+        new_tokens: tokens to add to the tokenizer.
 
     Attributes:
         end_tokens: tokens at which generation of an answer stops: those that the files beside the
@@ -52,10 +54,11 @@ class ChatEncoder:
         template: ChatTemplate,
         last_only: bool = False,
         trains_empty_reasoning: bool = True,
+        new_tokens: NewTokens = NO_TOKENS,
     ) -> None:
         self.template, self.last_only = template, last_only
         self.trains_empty_reasoning = trains_empty_reasoning
-        self.tokenizer, self.hash = load_tokenizer(tokenizer)
+        self.tokenizer, self.hash = load_tokenizer(tokenizer, new_tokens)
         # Unlike in text, special tokens in a conversation are special: the template writes them.
         self.tokenizer.encode_special_tokens = False
         # Adds nothing; the byte-level post-processor would trim blanks from the offsets.
@@ -135,4 +138,10 @@ def make_chat_encoder(section: DataSection, template: ChatTemplate) -> ChatEncod
         InvalidConfig: errors of ``data.tokenizer``.
     """
     last_only = section.train_turns == "last"
-    return ChatEncoder(section.tokenizer, template, last_only, section.train_empty_reasoning)
+    return ChatEncoder(
+        section.tokenizer,
+        template,
+        last_only,
+        section.train_empty_reasoning,
+        new_tokens(section),
+    )

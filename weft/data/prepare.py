@@ -48,7 +48,9 @@ from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
 from weft.data.token_shards import CHUNK_BYTES, Corpus, Encoder, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
+from weft.data.tokenizer import read_tokenizer
 from weft.data.tokenizer_training import train_tokenizer
+from weft.plan.vocabulary import add_tokens, new_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,7 +187,7 @@ def _detect_inputs(section: DataSection) -> _Inputs:
             with collect_errors(errors):
                 template = load_chat_template(section)
         with collect_errors(errors):
-            encoder = load_encoder(section.tokenizer, section.start_token)
+            encoder = load_encoder(section.tokenizer, section.start_token, new_tokens(section))
             chat = None if template is None else make_chat_encoder(section, template)
     elif not section.is_text:
         rule = "is only for text; conversations need the tokens of a chat template"
@@ -237,7 +239,8 @@ def _prepare_corpus(
         *(FORMAT, CHUNK_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8)
     ]
     tokenizer_key: list[object] = [
-        *("train", section.vocab_size, TOKENIZER_TRAIN_BYTES, section.start_token)
+        *("train", section.vocab_size, TOKENIZER_TRAIN_BYTES, section.start_token),
+        *filter(any, [new_tokens(section)]),  # none: the key of stores without
     ]
     notes: list[str] = []
     if given is not None:
@@ -251,9 +254,9 @@ def _prepare_corpus(
     def build(directory: Path) -> Manifest:
         file = directory / TOKENIZER_FILE
         if given is None:
-            _train_tokenizer(file, [corpus], section.vocab_size, report)
+            _train_tokenizer(file, [corpus], section, report)
         else:
-            write_durably(file, given.file.read_bytes())
+            write_durably(file, read_tokenizer(given.file, given.new_tokens))
         encoder = given or load_encoder(file, section.start_token)
         # Processes that tokenize, and users of the store, read its separator and start tokens.
         start = encoder.affixes.start if section.is_text else None
@@ -328,16 +331,17 @@ def _load_shared_tokenizer(
             TOKENIZER_TRAIN_BYTES,
             section.validation_fraction,
             section.invalid_utf8,
+            *filter(any, [new_tokens(section)]),
         ]
         key = hash_json([settings, [corpus.cache_key for corpus in text_corpora]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
         with convert_cache_errors(cache), lock_prepared(file.parent, report, WAITING_MESSAGE):
-            _train_tokenizer(file, text_corpora, section.vocab_size, report)
+            _train_tokenizer(file, text_corpora, section, report)
     return load_encoder(file, section.start_token)
 
 
 def _train_tokenizer(
-    file: Path, corpora: Sequence[Corpus], vocab_size: int, report: Report
+    file: Path, corpora: Sequence[Corpus], section: DataSection, report: Report
 ) -> None:
     """Train and write a tokenizer, unless the file exists.
 
@@ -353,7 +357,8 @@ def _train_tokenizer(
         for corpus in corpora
         for text in corpus.sample_texts(TOKENIZER_TRAIN_BYTES * corpus.text_bytes // total)
     )
-    write_durably(file, train_tokenizer(texts, vocab_size).to_str(pretty=True).encode())
+    trained = train_tokenizer(texts, section.vocab_size).to_str(pretty=True).encode()
+    write_durably(file, add_tokens(trained, new_tokens(section)))
 
 
 # --------------------------------------------------------------------------- commands

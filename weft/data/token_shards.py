@@ -31,6 +31,7 @@ from weft.data.prepared_cache import Report
 from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.data.workers import Advance
+from weft.plan.vocabulary import NO_TOKENS, NewTokens
 
 BATCH_BYTES = 4 << 20  # text per call of the tokenizer, which uses all cores
 COUNT_TOKENS = 1 << 24  # per call of bincount
@@ -113,7 +114,7 @@ class Encoder(NamedTuple):
     """Tokenizer of a ``tokenizer.json``, and its properties that a store records.
 
     ``affixes`` surround a document; their start may begin with the separator of the document
-    before it, which ``prefix`` omits.
+    before it, which ``prefix`` omits.  ``new_tokens`` are not in the file.
     """
 
     file: Path
@@ -123,6 +124,7 @@ class Encoder(NamedTuple):
     vocab_size: int
     dtype: Dtype
     affixes: Affixes
+    new_tokens: NewTokens
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -133,18 +135,26 @@ class Encoder(NamedTuple):
         return start
 
 
-def load_encoder(path: str | Path, start_token: StartToken = "auto") -> Encoder:
-    """Load a ``tokenizer.json``; ``start_token`` is ``data.start_token``.
+def load_encoder(
+    path: str | Path, start_token: StartToken = "auto", new_tokens: NewTokens = NO_TOKENS
+) -> Encoder:
+    """Load a ``tokenizer.json``.
+
+    Args:
+        path: the file.
+        start_token: ``data.start_token``.
+        new_tokens: tokens to add to it.
 
     Raises:
         InvalidConfig: the file cannot be read, or has no separator or no start token.
     """
-    tokenizer, digest = load_tokenizer(path)
+    tokenizer, digest = load_tokenizer(path, new_tokens)
     entries, file = required_vocab_size(tokenizer), expand_path(path)
     tokens = load_document_tokens(tokenizer, path)
     affixes = find_document_affixes(tokenizer, path, start_token, tokens)
     return Encoder(
-        *(file, tokenizer, digest, tokens.separator, entries, token_dtype(entries), affixes)
+        *(file, tokenizer, digest, tokens.separator, entries, token_dtype(entries), affixes),
+        new_tokens,
     )
 
 

@@ -15,29 +15,53 @@ from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import describe_cause, expand_path, open_regular
+from weft.plan.vocabulary import NO_TOKENS, NewTokens, add_tokens
 
 END_OF_TEXT = "<|endoftext|>"  # the separator of documents
 
 
-def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
+def load_tokenizer(path: str | Path, new_tokens: NewTokens = NO_TOKENS) -> tuple[Tokenizer, str]:
     """Load a ``tokenizer.json``; return the tokenizer and the xxh3_128 of the file.
+
+    Args:
+        path: the file.
+        new_tokens: tokens to add; the hash is that of the file that `read_tokenizer` returns.
 
     Raises:
         InvalidConfig: the file is missing, or is not a tokenizer.
     """
+    content = read_tokenizer(path, new_tokens)
+    try:
+        return encode_literally(Tokenizer.from_str(content.decode("utf-8"))), xxh3_128_hexdigest(
+            content
+        )
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise _not_loaded(path, f"is not a tokenizer.json: {error}") from error
+
+
+def read_tokenizer(path: str | Path, new_tokens: NewTokens) -> bytes:
+    """Return a ``tokenizer.json`` with more tokens.
+
+    Raises:
+        InvalidConfig: as `load_tokenizer`.
+    """
     file = expand_path(path) if isinstance(path, str) else path
-    remedy = "give the path of a tokenizer.json, or use train"
     try:
         with open_regular(file) as stream:
             data = stream.read()
-        return encode_literally(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
+        return add_tokens(data, new_tokens)
     except FileNotFoundError:
         rule = "does not exist"
     except OSError as error:
         rule = f"cannot be read: {describe_cause(error)}"
     except Exception as error:  # tokenizers raises bare Exceptions
         rule = f"is not a tokenizer.json: {error}"
-    raise InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])
+    raise _not_loaded(path, rule)
+
+
+def _not_loaded(path: str | Path, rule: str) -> InvalidConfig:
+    remedy = "give the path of a tokenizer.json, or use train"
+    return InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])
 
 
 def encode_literally(tokenizer: Tokenizer) -> Tokenizer:

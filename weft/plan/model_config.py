@@ -17,7 +17,7 @@ from typing import Any
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path, open_regular
 from weft.config.reader import check_section, read_job
-from weft.config.schema import POSITION_KEYS, Job, ModelSection, Section, replace
+from weft.config.schema import CHANGEABLE_KEYS, POSITION_KEYS, Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
 from weft.models.hf_mapping import (
     TRAINING_KEYS,
@@ -26,11 +26,8 @@ from weft.models.hf_mapping import (
     from_hf_config,
     text_config,
 )
+from weft.plan.vocabulary import find_growth
 
-RESIZE_REMEDY = (
-    "weft does not resize the vocabulary of a model. transformers does: "
-    "model.resize_token_embeddings(N), then model.save_pretrained(DIRECTORY)"
-)
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
 PATH_REMEDY = (
     "give a directory with config.json, safetensors and tokenizer.json, org/name of the Hugging "
@@ -41,7 +38,7 @@ SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 1 << 20, 100 << 20
-NO_MTP = {"mtp_layers": 0}  # may be set beside model.path, as `POSITION_KEYS` may
+NO_MTP = {"mtp_layers": 0}  # may be set beside model.path, as `CHANGEABLE_KEYS` may
 
 
 def resolve_model(
@@ -132,7 +129,7 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
     ):
         given = section.overrides()  # a change is an error of `weft.train.job_checks`
-        changed = {k: v for k, v in given.items() if is_named and k in POSITION_KEYS}
+        changed = {k: v for k, v in given.items() if is_named and k in CHANGEABLE_KEYS}
         section, directory = (
             ModelSection.model_validate(saved.model.model_dump() | changed),
             run_dir,
@@ -144,15 +141,13 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         return job, errors
     else:
         fields = {k: v for k, v in section.overrides().items() if k not in TRAINING_KEYS}
-        kept = {k: v for k, v in fields.items() if k in POSITION_KEYS or NO_MTP.get(k) == v}
+        kept = {k: v for k, v in fields.items() if k in CHANGEABLE_KEYS or NO_MTP.get(k) == v}
         is_whole = fields != kept and is_complete(section)
         for name in () if is_whole else fields.keys() - kept.keys():
             rule = "cannot be set beside model.path, which decides it"
             remedy = "remove it"
             if name in NO_MTP:
                 remedy = "remove it, or use 0 to leave out what predicts several tokens"
-            elif name == "vocab_size":
-                remedy = f"remove it: {RESIZE_REMEDY}"
             errors.add(f"model.{name}", rule, remedy, value=fields[name])
         if errors:
             return job, errors
@@ -162,6 +157,10 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
                 read = _read_model(directory, section.path)
                 section = ModelSection.model_validate(read.model_dump() | kept)
                 errors += check_positions(section, read)
+                if isinstance(rows := read.overrides().get("vocab_size"), int):
+                    chosen = kept.get("vocab_size")
+                    growth = find_growth(job.data, rows, chosen, directory, errors)
+                    section = with_rows(section, growth.rows)
     if errors:
         return job, errors
     training = {k: v for k, v in job.model.overrides().items() if k in TRAINING_KEYS}
@@ -181,6 +180,11 @@ def take_tokenizer(job: Job) -> Job:
         return job
     file = locate_model(job.model.path).absolute() / "tokenizer.json"
     return replace(job, data={"tokenizer": str(file)})
+
+
+def with_rows(section: ModelSection, rows: int) -> ModelSection:
+    """Return a model with another number of rows in its embedding and head."""
+    return ModelSection.model_validate(section.model_dump() | {"vocab_size": rows})
 
 
 def check_positions(section: ModelSection, read: ModelSection) -> list[ConfigError]:

@@ -125,6 +125,9 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.text_field": _TEXT,
     "data.packing": _TEXT,
     "data.start_token": _TEXT,
+    "data.add_special_tokens": replace(
+        _CHAT, reason="text is encoded to tokens of data.add_tokens only (data.format=text)"
+    ),
     "data.overlong": _CHAT,
     "data.chat_template": _CHAT,
     "data.chat_template_args": _CHAT,

@@ -41,6 +41,8 @@ LOSS_KEYS = (
     "data.format",
     "data.mixture",
     "data.tokenizer",
+    "data.add_tokens",
+    "data.add_special_tokens",
     "data.chat_template",
     "data.chat_template_args",
     "data.train_turns",

@@ -37,7 +37,7 @@ from weft.config.writer import to_toml
 from weft.data.document_tokens import find_document_tokens
 from weft.data.prepared_cache import Report
 from weft.data.tokenizer import has_excess_padding, load_tokenizer, required_vocab_size
-from weft.models import FAMILIES, Family
+from weft.models import FAMILIES, Family, load_family
 from weft.models.hf_mapping import (
     detect_family,
     from_hf_config,
@@ -46,7 +46,14 @@ from weft.models.hf_mapping import (
     printable,
     text_config,
 )
-from weft.plan.model_config import keep_mtp_layers, model_section, resolve_section
+from weft.plan.model_config import keep_mtp_layers, model_section, resolve_section, with_rows
+from weft.plan.vocabulary import (
+    MAX_GROWTH,
+    NewTokens,
+    add_tokens,
+    count_entries,
+    round_rows,
+)
 from weft.tools.hf_convert import (
     COMPANION_FILES,
     DTYPES,
@@ -67,6 +74,7 @@ from weft.tools.hf_weights import (
     scale_blocks,
 )
 from weft.tools.peft_import import Adapter, open_adapter
+from weft.tools.vocabulary_growth import grow_weights, list_added_tokens
 from weft.version import __version__
 
 # A plain file name: no directory, no parent directory, not hidden.
@@ -90,6 +98,7 @@ class ModelSource(NamedTuple):
         files: other files of the run directory, and where their content is.
         note: a remark for the user, or ''.
         manifest: entries that the manifest of the checkpoint gets.
+        new_tokens: tokens that the tokenizer gets; None: its files are copied as they are.
     """
 
     name: str
@@ -100,6 +109,7 @@ class ModelSource(NamedTuple):
     files: dict[str, Path]
     note: str
     manifest: Mapping[str, Any] = MappingProxyType({})
+    new_tokens: NewTokens | None = None
 
     @property
     def summary(self) -> str:
@@ -137,6 +147,13 @@ def import_model(
     errors = ConfigErrors()
     with store_errors(source):
         model = open_hf_source(source, path or str(source), force, errors, with_mtp)
+    if model is not None:
+        entries, _ = count_entries(model.files["tokenizer.json"].read_bytes())
+        rows = model.section.overrides()["vocab_size"]
+        if (needed := round_rows(entries, rows)) > MAX_GROWTH * rows:
+            rule = f"has {entries} entries, but model.vocab_size is {rows}"
+            errors.add("tokenizer.json", rule, "use the tokenizer of this model")
+        model = grow_source(model, with_rows(model.section, needed))
     lora = LoraSection()
     if model is not None and adapter is not None:
         config, _ = resolve_section(model.section)
@@ -160,6 +177,32 @@ def import_model(
         write_imported(directory, directory / "checkpoints", model, job, report)
     summary = f"{run_dir}: {model.summary}"
     return f"{summary}\n{model.note}" if model.note else summary
+
+
+def grow_source(model: ModelSource, section: ModelSection) -> ModelSource:
+    """Return a model with the rows of another section, and a remark about them.
+
+    It has the same family and sizes, apart from the number of rows.
+    """
+    before, after = (resolve_section(each)[0] for each in (model.section, section))
+    if before is None or after is None:
+        return model
+    family = load_family(section.kind)
+    old, new = (param_shapes(family.of(config), config) for config in (before, after))
+    grown = [name.removesuffix(".weight") for name in new if new[name] != old.get(name)]
+    if not grown:
+        return model._replace(section=section)
+    counts = [next(iter(old[f"{grown[0]}.weight"])), next(iter(new[f"{grown[0]}.weight"]))]
+    note = f"{' and '.join(grown)}: {counts[0]:,} rows become {counts[1]:,}; the new ones are the "
+    note += "mean of the others"
+    more = sum(new[f"{name}.weight"].numel() - old[f"{name}.weight"].numel() for name in grown)
+    return model._replace(
+        section=section,
+        weights=grow_weights(model.weights, new),
+        num_bytes=model.num_bytes + 4 * more,
+        note="\n".join(filter(None, (model.note, note))),
+        new_tokens=model.new_tokens or NewTokens(),
+    )
 
 
 def add_adapter(model: ModelSource, adapter: Adapter, lora: LoraSection) -> ModelSource:
@@ -202,9 +245,9 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
         "imported": model.section.path,
         **model.manifest,
     }
-    for name, path in model.files.items():
+    for name, content in _read_files(model):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(run_dir / name, path.read_bytes())
+        replace_bytes(run_dir / name, content)
     manifest["run_files"] = fingerprint_run(run_dir, job, has_trained=False)
     # ``run_dir`` may be a temporary directory, which gets the name ``run.dir`` when it is complete.
     job = portable(job, Path(job.run.dir))
@@ -219,6 +262,18 @@ def write_imported(run_dir: Path, home: Path, model: ModelSource, job: Job, repo
             if ".lora_" in str(error):
                 key, value = "lora.path", job.lora.path
             raise InvalidConfig([ConfigError(key, value, rule)]) from error
+
+
+def _read_files(model: ModelSource) -> Iterator[tuple[str, bytes]]:
+    """Yield the files of the run directory, with the new tokens."""
+    tokenizer = model.files["tokenizer.json"].read_bytes()
+    if model.new_tokens is not None:
+        tokenizer = add_tokens(tokenizer, model.new_tokens)
+    for name, path in model.files.items():
+        content = tokenizer if name == "tokenizer.json" else path.read_bytes()
+        if model.new_tokens is not None:
+            content = list_added_tokens(name.rpartition("/")[2], content, tokenizer)
+        yield name, content
 
 
 def open_hf_source(
@@ -383,10 +438,7 @@ def _check_tokenizer(path: Path, config: Any, force: bool, errors: ConfigErrors)
         errors += [p for p in error.errors if p.key not in COMPANION_FILES]
     else:
         size = required_vocab_size(tokenizer)
-        if config and size > config.vocab_size:
-            rule = f"has {size} entries, but model.vocab_size is {config.vocab_size}"
-            errors.add(path.name, rule, "use the tokenizer of this model")
-        elif config and not force and has_excess_padding(size, config.vocab_size):
+        if config and not force and has_excess_padding(size, config.vocab_size):
             rule = (
                 f"has {size} entries, but the model {config.vocab_size}: more than padding explains"
             )

@@ -32,11 +32,19 @@ from weft.plan.model_config import (
     locate_model,
     model_name,
     resolve_section,
+    with_rows,
 )
 from weft.plan.plan import Plan
+from weft.plan.vocabulary import new_tokens
 from weft.tools.adapter_path import locate_adapter
 from weft.tools.hf_convert import COMPANION_FILES, path_exists
-from weft.tools.hf_import import ModelSource, add_adapter, open_hf_source, write_imported
+from weft.tools.hf_import import (
+    ModelSource,
+    add_adapter,
+    grow_source,
+    open_hf_source,
+    write_imported,
+)
 from weft.tools.hf_weights import zeros_weight
 from weft.tools.inference_model import find_base_checkpoint, find_checkpoint, is_mtp_weight
 from weft.tools.peft_export import open_merged
@@ -70,6 +78,10 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
         source = open_hf_source(directory, path, force, errors, with_mtp)
     errors.raise_any()
     assert source is not None
+    tokens = new_tokens(plan.job.data)
+    source = source._replace(new_tokens=tokens if any(tokens) else None)
+    if isinstance(rows := plan.job.model.overrides().get("vocab_size"), int):
+        source = grow_source(source, with_rows(source.section, rows))
     if plan.job.lora.path:
         directory = locate_adapter(plan.job.lora.path)
         adapter = open_adapter(directory, plan.family, plan.model, errors)

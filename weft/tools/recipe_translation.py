@@ -71,7 +71,7 @@ TEXTS = (
 )
 LISTS = (
     *("model.converters", "*.filter_fqns", "plugins", "*datasets", "report_to"),
-    *("pretraining_dataset", "*target_modules"),
+    *("pretraining_dataset", "*target_modules", "tokens", "*special_tokens"),
 )
 DEVICES_PER_NODE = 8
 DEVICE = "H100"

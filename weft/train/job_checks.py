@@ -34,7 +34,7 @@ from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, try_lock
 from weft.config.mounts import check_mount
 from weft.config.reader import read_job
 from weft.config.run_paths import JOB_FILE
-from weft.config.schema import CheckpointSection, Job, difference, replace
+from weft.config.schema import CheckpointSection, DataSection, Job, difference, replace
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import read_start_tokens
@@ -49,14 +49,15 @@ from weft.parallel.dispatchers import DISPATCHERS
 from weft.plan.model_config import (
     HUB_NAME,
     REQUIRED,
-    RESIZE_REMEDY,
     Adopt,
     adopt_model,
     expand_preset,
+    read_imported,
 )
 from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
+from weft.plan.vocabulary import new_tokens
 from weft.train.environment import apply_environment, is_log_node
 from weft.train.loss import OBJECTIVES, build_objective
 from weft.train.machine import detect_machine, is_launched_rank
@@ -72,10 +73,14 @@ FIXED = (
     "data.format",
     "data.packing",
     "data.overlong",
+    "data.add_tokens",
+    "data.add_special_tokens",
     "optim.name",
 )
 # Keys that imported weights depend on, before the first step.
-FIXED_AT_0 = ("model.", "data.tokenizer", "lora.path")
+FIXED_AT_0 = (
+    *("model.", "data.tokenizer", "data.add_tokens", "data.add_special_tokens", "lora.path"),
+)
 FIXED_BY_ADAPTER = ("rank", "alpha", "rank_stabilized", "targets", "dora")
 # Directories that only one process may write to.
 LOCKED_DIRECTORIES = ("run.dir", "data.cache_dir")
@@ -125,7 +130,7 @@ def prepare_job(
         if job.lora.path:
             base = replace(base, lora={name: lora[name] for name in FIXED_BY_ADAPTER})
     _check_files(later, job)
-    _check_tokenizer(later, job.data.tokenizer, plan)
+    _check_tokenizer(later, job.data, plan)
     if plan is not None:
         later += check_data_is_named(plan)
         job = replace(job, run={"dir": plan.run_dir})
@@ -229,15 +234,16 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
         errors.add("parallel.ep_dispatch", rule, remedy)
 
 
-def _check_tokenizer(errors: ConfigErrors, value: str, plan: Plan | None) -> None:
+def _check_tokenizer(errors: ConfigErrors, data: DataSection, plan: Plan | None) -> None:
     """Check ``data.tokenizer``, and the vocabulary if there is a plan."""
-    if value == "train":
+    value = data.tokenizer
+    if data.trains_tokenizer:
         return
     if found := check_tokenizer_run(value):
         errors += found
         return
     with errors.collect():
-        tokenizer, _ = load_tokenizer(value)
+        tokenizer, _ = load_tokenizer(value, new_tokens(data))
         if plan is not None:
             _check_vocabulary(errors, plan, required_vocab_size(tokenizer))
 
@@ -363,12 +369,11 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
 
 def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:
     if entries > plan.model.vocab_size:
-        data, path = plan.job.data, plan.job.model.path
         rule = f"has {entries} entries, but model.vocab_size is {plan.model.vocab_size}"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
-        if path:
-            remedy = f"use the tokenizer of the model; {RESIZE_REMEDY}"
-        errors.add("data.tokenizer", rule, remedy, value=data.tokenizer)
+        if plan.job.model.path and read_imported(plan.run_path):
+            remedy = "use another run.dir, to which the model is imported again with more rows"
+        errors.add("data.tokenizer", rule, remedy, value=plan.job.data.tokenizer)
 
 
 def check_writable(key: str, value: str) -> list[ConfigError]:
