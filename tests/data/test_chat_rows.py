@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.chat import CHATML, LLAMA, message, write_lines, write_tokenizer
+from tests.chat import CHATML, LLAMA, MARKED, message, write_lines, write_tokenizer
 from tests.chat_templates import Model, call
 from tests.data.test_chat import section, tokens_of
 from weft.config.errors import InvalidConfig
 from weft.data.chat_rows import Example, InvalidConversation, RowFormat, parse_line
+from weft.data.dataset import open_dataset
+from weft.data.inspect import inspect_dataset
 from weft.data.prepare import prepare_data
-from weft.data.token_store import Store
+from weft.data.token_store import SPLITS, Store
 
 ASK, ANSWER = message("user", "a?"), message("assistant", "b")
 
@@ -118,6 +123,25 @@ def test_row_that_says_what_not_to_train_is_followed(
 
 
 @pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [ASK, ANSWER | {"weight": 0.25}, ASK, ANSWER]}, [0.25, 1]),
+        ({"messages": [ASK, ANSWER, ASK, ANSWER | {"weight": 0}], "weight": 0.5}, [0.5]),
+        ({"messages": [ASK, ANSWER | {"weight": 0.5}, ASK, ANSWER], "weight": 0.5}, [0.25, 0.5]),
+        ({"messages": [ASK, ANSWER], "weight": "0.5"}, [0.5]),  # of CSV
+        ({"messages": [ASK, ANSWER], "weight": ""}, [1]),
+        ({"messages": [ASK | {"weight": 0.5}, ANSWER]}, [1]),
+    ],
+)
+def test_row_with_weights_has_the_product_of_row_and_message(
+    row: dict[str, Any], expected: list[float]
+) -> None:
+    [example] = parse(row)
+    assert [example.weight_of(turn) for turn in example.trained_turns] == expected
+    assert example.has_fractions == (set(expected) != {1})
+
+
+@pytest.mark.parametrize(
     ("row", "what", "options"),
     [
         ({"dialog": [ASK, ANSWER]}, r"it has dialog; .*--data.fields messages=dialog", {}),
@@ -127,6 +151,15 @@ def test_row_that_says_what_not_to_train_is_followed(
         ({"messages": [message("client", "b")]}, r"data.roles, such as client=user", {}),
         ({"prompt": "a", "completion": "b", "label": False}, "label false", {}),
         ({"messages": [ASK, ANSWER | {"weight": 2}]}, "message 2 has the weight 2", {}),
+        ({"messages": [ASK, ANSWER], "weight": -0.5}, "the row has the weight -0.5, which is", {}),
+        ({"messages": [ASK, ANSWER], "weight": math.nan}, "the weight nan, which is not", {}),
+        ({"messages": [ASK, ANSWER], "weight": "low"}, "the weight 'low', which is not", {}),
+        ({"messages": [ASK, ANSWER], "weight": True}, "the weight True, which is not", {}),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0.5},
+            "a preference compares answers as a whole",
+            {"preferences": True},
+        ),
         ({"messages": [ASK, ANSWER | {"train": 1}]}, "neither true nor false", {}),
         (
             {"prompt": "Q: a", "chosen": "Q: a b", "rejected": "Q: a c"},
@@ -149,6 +182,65 @@ def test_row_that_is_refused_says_what_it_has(
 
 
 # --------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, "qwen3"])
+def test_weights_of_messages_are_those_of_their_tokens(template: str, tmp_path: Path) -> None:
+    """One pass, generation blocks, and one example per turn give the same weights of answers."""
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [
+                *(message("user", f"a{i}?"), ANSWER | {"weight": 0.25}),
+                *(message("user", "b?"), message("assistant", "d")),
+            ]
+        }
+        for i in range(6)
+    ]
+    rows[3]["weight"] = 0.5
+    tokenizer = (
+        Model(template, tmp_path / "model").write()
+        if template == "qwen3"
+        else write_tokenizer(tmp_path / "model", template)
+    )
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    store = prepared(file, tokenizer, tmp_path / "cache")
+    found = []
+    for split in SPLITS:
+        tokens, mask, weights = (
+            store.tokens(split),
+            store.loss_mask(split),
+            store.weights(split),
+        )
+        assert mask is not None
+        assert weights is not None
+        assert len(weights) == len(tokens)
+        [ids], [learned] = (s.read_windows(np.array([0]), len(tokens)) for s in (tokens, mask))
+        assert ((weights > 0) == (learned == 1)).all()
+        for letter in "bd":
+            token = store.tokenizer().encode(letter).ids[-1]
+            found += [(letter, w) for w in weights[(ids == token) & (learned == 1)].tolist()]
+    assert Counter(found) == {("b", 0.25): 5, ("d", 1.0): 5, ("b", 0.125): 1, ("d", 0.5): 1}
+    shown = list(inspect_dataset(open_dataset(store.path), 6))
+    assert any("]]*0.25" in line for line in shown)
+
+
+def test_weights_of_joined_answers_must_be_equal(tmp_path: Path) -> None:
+    """A template that joins answers in a row gives them one weight."""
+    encoder = Model("gemma4", tmp_path).encoder()
+    messages = [ASK, ANSWER, message("assistant", "d")]
+    [rendered] = encoder.render(Example(messages, None, 0, (1, 0.5, 0.5)))
+    assert rendered.weights == (0.5,)
+    with pytest.raises(InvalidConversation, match="2 to 3 have different weights"):
+        encoder.render(Example(messages, None, 0, (1, 0.5, 0.25)))
+
+
+def test_rows_without_fractions_have_no_file_of_weights(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", CHATML)
+    rows = [{"messages": [message("user", f"a{i}?"), ANSWER | {"weight": 1}]} for i in range(6)]
+    rows.append({"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER]})
+    store = prepared(write_lines(tmp_path / "a.jsonl", rows), tokenizer, tmp_path / "cache")
+    assert store.weights("train") is None
+    assert not list(store.path.glob("*.weights"))
 
 
 def prepared(path: Path, tokenizer: Path, cache: Path, **keys: Any) -> Store:

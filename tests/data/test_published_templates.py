@@ -59,7 +59,8 @@ def test_one_pass_trains_as_many_tokens_as_one_example_per_turn(name: str, tmp_p
     example = parse("two turns")
     numbers = []
     for untrained in ((), (1,), (3,)):
-        [encoded] = encoder.encode(encoder.render(example._replace(untrained=untrained)))
+        weights = tuple(float(n not in untrained) for n in range(len(example.messages)))
+        [encoded] = encoder.encode(encoder.render(example._replace(weights=weights)))
         numbers.append(int(encoded.loss_mask.sum()))
     assert numbers[0] == numbers[1] + numbers[2]
     last = Model(name, tmp_path).encoder(train_turns="last")

@@ -30,13 +30,17 @@ from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
 from weft.train.loss import cross_entropy
 
 
-def loss_of_slices(dtype: torch.dtype, compiled: bool) -> tuple[float, torch.Tensor, list[int]]:
+def loss_of_slices(
+    dtype: torch.dtype, compiled: bool, smoothing: float
+) -> tuple[float, torch.Tensor, list[int]]:
     """Return loss and gradient of this rank's vocabulary shard, and messages."""
     logits_BTV, targets_BT = example(dtype)
     ids = chunk_range(logits_BTV.shape[2], dist.get_world_size(), dist.get_rank())
     slice_BTV = logits_BTV[..., ids.start : ids.stop].clone().requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
-        losses_BT = cross_entropy(slice_BTV, targets_BT, dist.group.WORLD, compiled, ids.start)
+        losses_BT = cross_entropy(
+            slice_BTV, targets_BT, dist.group.WORLD, compiled, ids.start, smoothing, 24
+        )
         loss = weighted(losses_BT)
         loss.backward()
     sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]
@@ -63,17 +67,21 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     [(1, False), (2, False), (5, False), pytest.param(2, True, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_vocab_parallel_cross_entropy_equals_one_process(
-    ranks: int, compiled: bool, dtype: torch.dtype
+    ranks: int, compiled: bool, dtype: torch.dtype, smoothing: float
 ) -> None:
     logits_BTV, targets_BT = example(dtype)
     logits_BTV.requires_grad_()
     losses_N = F.cross_entropy(
-        logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="none"
+        logits_BTV.float().flatten(0, 1),
+        targets_BT.flatten(),
+        reduction="none",
+        label_smoothing=smoothing,
     )
     expected = weighted(losses_N.view_as(targets_BT))
     expected.backward()
-    results = run_ranks(loss_of_slices, ranks, dtype, compiled, timeout=200)
+    results = run_ranks(loss_of_slices, ranks, dtype, compiled, smoothing, timeout=200)
     for loss, _, exchanges in results:
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         assert exchanges == [2]  # of numbers per token, never of logits

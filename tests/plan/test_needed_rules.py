@@ -445,6 +445,12 @@ NOT_RUN = [
         "model.mtp_layers=1 train.objective=dpo data.format=preferences",
         MEANING,
     ),
+    NotRun(
+        "train.label_smoothing",
+        "spreads the target",
+        "train.label_smoothing=0.1 train.objective=dpo data.format=preferences",
+        MEANING,
+    ),
     NotRun("model.mtp_layers", "predicts beyond", "model.mtp_layers=32", NEVER),
     NotRun("train.epochs", "both set", "train.epochs=1", NEVER),
     NotRun("profile.steps", "has 2 ranges", "profile.steps=1,3", NEVER),

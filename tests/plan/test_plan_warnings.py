@@ -23,7 +23,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "data": "path mixture format tokenizer add_tokens validation_fraction invalid_utf8 "
         "cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
-        "objective eval_interval eval_sequences",
+        "objective label_smoothing eval_interval eval_sequences",
         "lora": "path rank targets quantize dora",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
         "warmup_steps groups qk_clip_threshold",

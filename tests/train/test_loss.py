@@ -39,15 +39,23 @@ def check_loss(seed: int, compiled: bool) -> None:
     draw = random.Random(seed)
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
     x, weight, targets = random_example(draw, dtype)
+    smoothing = draw.choice([0.0, 0.1, 0.7])
     # The logits of the dtype, exactly; their gradients go back through the same products.
     logits = F.linear(x, weight).detach().double().requires_grad_()
     losses = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+        label_smoothing=smoothing,
     ).view_as(targets)
     weights = torch.randn(targets.shape)
-    (expected,) = torch.autograd.grad((losses * weights).sum(), logits)
+    (expected,) = torch.autograd.grad((losses * weights).sum(), logits, retain_graph=True)
     ours = F.linear(x, weight).detach().requires_grad_()
-    ours_BT = cross_entropy(ours, targets, None, compiled)
+    loss_fn = partial(
+        cross_entropy, group=None, compiled=compiled, label_smoothing=smoothing, vocab_size=None
+    )
+    ours_BT = loss_fn(ours, targets)
     (gradient,) = torch.autograd.grad((ours_BT * weights).sum(), ours)
     assert ours_BT.dtype == torch.float32
     assert gradient.dtype == dtype
@@ -55,14 +63,13 @@ def check_loss(seed: int, compiled: bool) -> None:
     rounding = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(gradient.double(), expected, rtol=rounding, atol=2e-7)
     # In chunks, with gradients of input and weight.
-    loss_fn = partial(cross_entropy, group=None, compiled=compiled)
-    total, of_tokens = linear_cross_entropy(x, weight, targets, loss_fn, draw.randint(1, 12))
+    scales = draw.choice([None, torch.rand(targets.shape)])
+    total, of_tokens = linear_cross_entropy(
+        x, weight, targets, loss_fn, draw.randint(1, 12), scales
+    )
     torch.testing.assert_close(of_tokens.double(), losses, rtol=1e-4, atol=1e-4)
     (of_logits,) = torch.autograd.grad(
-        F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        ),
-        logits,
+        (losses if scales is None else losses * scales).sum(), logits
     )
     whole = (
         of_logits @ weight.double(),

@@ -59,10 +59,16 @@ def plain_block(
     return x_TD + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
 
 
-def plain_losses(weights: dict[str, Tensor], batch: Batch, config: Any) -> list[list[Tensor]]:
-    """Return the losses of the tokens with a target, by depth; depth 0 is the model's."""
+def plain_losses(
+    weights: dict[str, Tensor], batch: Batch, config: Any, smoothing: float
+) -> list[list[Tensor]]:
+    """Return weighted losses and weights of the tokens with a target, by depth.
+
+    Depth 0 is the model's.
+    """
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     losses: list[list[Tensor]] = [[] for _ in range(1 + config.mtp_layers)]
+    of_tokens = torch.ones(batch.tokens_BT.shape) if batch.weights_BT is None else batch.weights_BT
     for row, (tokens_T, targets_T) in enumerate(
         zip(batch.tokens_BT, batch.targets_BT, strict=True)
     ):
@@ -93,17 +99,25 @@ def plain_losses(weights: dict[str, Tensor], batch: Batch, config: Any) -> list[
             for t in range(length - depth):
                 target = int(targets_T[t + depth])
                 if target != IGNORE_INDEX and documents_T[t] == documents_T[t + depth]:
-                    losses[depth].append(-logprobs_TV[t, target])
+                    label_V = torch.full((len(head),), smoothing / len(head))
+                    label_V[target] += 1 - smoothing
+                    weight = of_tokens[row, t + depth]
+                    losses[depth].append(torch.stack((-weight * logprobs_TV[t] @ label_V, weight)))
     return losses
 
 
-def random_batch(rng: random.Random, length: int, vocab_size: int, packed: bool) -> Batch:
+def random_batch(
+    rng: random.Random, length: int, vocab_size: int, packed: bool, weighted: bool
+) -> Batch:
     generator = torch.Generator().manual_seed(rng.randrange(1000))
     num_sequences = rng.choice((1, 2, 3))
     tokens = torch.randint(vocab_size, (num_sequences, length + 1), generator=generator)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].clone(), None, None)
     # As in conversations, some tokens are no targets.
     batch.targets_BT[torch.rand(batch.targets_BT.shape, generator=generator) < 0.3] = IGNORE_INDEX
+    if weighted:
+        weights = torch.rand(batch.targets_BT.shape, generator=generator).round(decimals=1)
+        batch = batch._replace(weights_BT=weights)
     if not packed:
         return batch
     ends = torch.rand(batch.tokens_BT.shape, generator=generator) < 0.3
@@ -118,7 +132,8 @@ def compare_to_plain(seed: int) -> list[float]:
     """Return the errors of loss, metrics and gradients, relative to their largest entry."""
     rng = random.Random(seed)
     depth, weight = rng.choice((1, 2, 3)), rng.choice((0.1, 0.3, 1.7))
-    packed, chunked = bool(seed % 2), bool(seed // 2 % 2)
+    packed, chunked, weighted = bool(seed % 2), bool(seed // 2 % 2), seed % 3 == 0
+    smoothing = rng.choice((0.1, 0.4)) if seed % 4 < 2 or weighted else 0.0
     length, vocab_size = rng.choice((5, 7, 11)), 263
     fields = {"num_layers": rng.choice((1, 2)), "mtp_layers": depth, "rope_scaling": "none"}
     fields |= {"tied_embeddings": str(rng.random() < 0.5).lower(), "num_heads": 3}
@@ -131,7 +146,7 @@ def compare_to_plain(seed: int) -> list[float]:
     overrides = [(f"model.{name}", str(value)) for name, value in fields.items()]
     overrides += [("train.mtp_weight", str(weight)), ("train.seq_len", str(length))]
     overrides += [("train.global_batch_size", "4"), ("data.vocab_size", str(vocab_size))]
-    overrides += [("precision.compute_dtype", "float32")]
+    overrides += [("precision.compute_dtype", "float32"), ("train.label_smoothing", str(smoothing))]
     loss_module.CHUNK_BYTES = 4 * 3 * vocab_size if chunked else 512 << 20
     plan = plan_here(small_job(*overrides))
     built = build(plan, this_rank())
@@ -139,22 +154,25 @@ def compare_to_plain(seed: int) -> list[float]:
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
-    batches = [random_batch(rng, length, vocab_size, packed) for _ in range(2)]
+    batches = [random_batch(rng, length, vocab_size, packed, weighted) for _ in range(2)]
     assert (built.train_step._head_weight is not None) == chunked
     loss = built.train_step.forward_backward(batches)
 
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     by_depth = [
         torch.stack([each for losses in column for each in losses])
-        for column in zip(*(plain_losses(weights, b, plan.model) for b in batches), strict=True)
+        for column in zip(
+            *(plain_losses(weights, b, plan.model, smoothing) for b in batches), strict=True
+        )
     ]
-    means = [losses.mean() for losses in by_depth]
+    means = [losses_N2[:, 0].sum() / losses_N2[:, 1].sum() for losses_N2 in by_depth]
     expected = means[0] + weight / depth * torch.stack(means[1:]).sum()
     expected_grads = torch.autograd.grad(expected, list(weights.values()))
     metrics = built.train_step.metrics
     assert metrics is not None
     assert built.train_step.metric_names == tuple(f"mtp_loss/{k}" for k in range(1, depth + 1))
-    assert metrics[:, 1].tolist() == [len(losses) for losses in by_depth[1:]]
+    counts = [losses_N2[:, 1].sum().item() for losses_N2 in by_depth[1:]]
+    assert metrics[:, 1].tolist() == pytest.approx(counts, rel=1e-6)
     values = [mean.item() for mean in means]
     errors = [abs(loss.item() / values[0] - 1)]  # the loss is the model's own
     errors += [
@@ -173,7 +191,10 @@ def compare_to_plain(seed: int) -> list[float]:
     "seed", [0, 3, *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 24))]
 )
 def test_gradients_equal_a_plain_implementation(seed: int) -> None:
-    """Random depths, odd sizes, documents and masked targets; logits at once or in chunks."""
+    """Random depths, odd sizes, documents and masked targets; logits at once or in chunks.
+
+    Some have weights of tokens, and label smoothing.
+    """
     (errors,) = run_ranks(compare_to_plain, 1, seed)
     assert max(errors) <= 1e-5, errors
 

@@ -333,6 +333,11 @@ class TrainSection(Section):
     dpo_beta: Annotated[float, Field(gt=0)] = key(
         0.1, "dpo: strength of the penalty for leaving the reference model"
     )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.0,
+        "next_token: part of the target's probability that is spread over the vocabulary, in "
+        "training; losses of the validation set have none",
+    )
     mtp_weight: Annotated[float, Field(gt=0)] = key(
         0.3, "weight of the mean loss of the layers of multi-token prediction (model.mtp_layers)"
     )

@@ -26,10 +26,14 @@ from weft.plan.vocabulary import NO_TOKENS, NewTokens, new_tokens
 
 
 class EncodedConversation(NamedTuple):
-    """Token ids and loss mask of a conversation: int64 and bool (n,)."""
+    """Conversation as token ids, loss mask and weights: int64, bool, float32 (n,).
+
+    A weight is the factor of a token's loss, 0 outside of the mask.
+    """
 
     tokens: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
+    weights: NDArray[np.float32]
 
 
 class ChatEncoder:
@@ -102,15 +106,17 @@ class ChatEncoder:
 
     def encode(self, rendered: Sequence[Rendered]) -> list[EncodedConversation]:
         """Encode rendered conversations, on all cores."""
-        texts = [text for text, _ in rendered]
+        texts = [each.text for each in rendered]
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            EncodedConversation(
-                np.array(encoding.ids, np.int64),
-                compute_loss_mask(np.array(encoding.offsets), spans),
-            )
-            for encoding, (_, spans) in zip(encodings, rendered, strict=True)
-        ]
+        encoded = []
+        for encoding, each in zip(encodings, rendered, strict=True):
+            offsets_N2 = np.array(encoding.offsets)
+            mask = compute_loss_mask(offsets_N2, each.spans)
+            weights = mask.astype(np.float32)
+            for span, weight in zip(each.spans, each.weights, strict=False):
+                weights[compute_loss_mask(offsets_N2, [span])] = weight
+            encoded.append(EncodedConversation(np.array(encoding.ids, np.int64), mask, weights))
+        return encoded
 
 
 def compute_loss_mask(offsets_N2: NDArray[np.int64], spans: Sequence[range]) -> NDArray[np.bool_]:

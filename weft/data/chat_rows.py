@@ -12,7 +12,8 @@ A row is a JSON object of a line, or a row of a table.  It is one example, in on
 
 ``data.fields`` maps these names to those of other rows, and ``data.roles`` maps roles.
 
-A row may say what not to train: ``weight = 0`` or ``train = false``, of a message or of the row.
+A message or a row may have a ``weight`` from 0 to 1: the factor of the losses of its tokens.
+Weights of both are multiplied.  ``weight = 0`` or ``train = false`` says not to train it.
 
 This module does not import torch.
 """
@@ -72,6 +73,7 @@ PAIRS = (
     ("question", "answer"),
 )
 FORMS = "messages, and neither prompt and response nor instruction and output"
+NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 Message = dict[str, Any]
@@ -84,13 +86,22 @@ class InvalidConversation(Exception):
 class Example(NamedTuple):
     """Conversation; the loss covers assistant turns from message ``loss_start`` on.
 
-    Assistant turns in ``untrained`` are only read.
+    ``weights``: factors of the losses of the messages; those with 0 are only read.  Empty: 1.
     """
 
     messages: list[Message]
     tools: list[Any] | None
     loss_start: int
-    untrained: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def weight_of(self, number: int) -> float:
+        """Return the weight of a message."""
+        return self.weights[number] if self.weights else 1.0
+
+    @property
+    def has_fractions(self) -> bool:
+        """Return True if a trained turn has a weight other than 1."""
+        return any(self.weight_of(number) != 1 for number in self.trained_turns)
 
     @property
     def trained_turns(self) -> list[int]:
@@ -100,7 +111,7 @@ class Example(NamedTuple):
             for number, message in enumerate(self.messages)
             if message["role"] == "assistant"
             and number >= self.loss_start
-            and number not in self.untrained
+            and self.weight_of(number)
         ]
 
 
@@ -213,28 +224,35 @@ def parse_row(row: Row) -> list[Example]:
         tools = _decode_json(tools, list)
     if tools is not None and not isinstance(tools, list):
         raise InvalidConversation("tools is not a list")
-    is_trained = _is_trained(row.get("weight"), row.get("train"), "the row")
+    row_weight = _get_weight(row.get("weight"), row.get("train"), "the row")
     parsed = _parse_preference(row) if row.form.preferences else [_parse_conversation(row)]
     examples = []
     for messages, loss_start in parsed:
-        validated, untrained = _validate_messages(messages, row)
-        example = Example(validated, tools, loss_start, untrained)
+        validated, weights = _validate_messages(messages, row)
+        products = tuple(row_weight * weight for weight in weights)
+        is_weighted = any(weight != 1 for weight in products)
+        example = Example(validated, tools, loss_start, products if is_weighted else ())
         if not any(message["role"] == "assistant" for message in validated[loss_start:]):
             raise InvalidConversation("has no assistant turn to train on")
         examples.append(example)
-    if not is_trained or not all(example.trained_turns for example in examples):
+    if not all(example.trained_turns for example in examples):
         return []
+    if row.form.preferences and any(example.has_fractions for example in examples):
+        rule = "has a weight between 0 and 1; a preference compares answers as a whole"
+        raise InvalidConversation(f"{rule}, so its weights are 0 or 1")
     return examples
 
 
-def _is_trained(weight: Any, train: Any, owner: str) -> bool:
-    """Return False for a weight of 0, or ``train`` = false."""
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        rule = f"{owner} has the weight {weight!r}; weft trains it (1) or not (0)"
-        raise InvalidConversation(rule)
+def _get_weight(weight: Any, train: Any, owner: str) -> float:
+    """Return the weight of a row or message; 0 if ``train`` is false."""
+    if isinstance(weight, str):  # of CSV
+        weight = float(weight) if NUMBER.fullmatch(weight) else weight or 1
+    weight = 1 if weight is None else weight
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
+        raise InvalidConversation(f"{owner} has the weight {weight!r}, which is not from 0 to 1")
     if train is not None and not isinstance(train, bool):
         raise InvalidConversation(f"{owner} has train={train!r}, which is neither true nor false")
-    return weight != 0 and train is not False
+    return 0.0 if train is False else float(weight)
 
 
 def _parse_conversation(row: Row) -> tuple[list[Any], int]:
@@ -382,14 +400,14 @@ def _decode_json(text: str, kind: type) -> Any:
 # --------------------------------------------------------------------------- messages
 
 
-def _validate_messages(messages: list[Any], row: Row) -> tuple[list[Message], tuple[int, ...]]:
-    """Return valid messages, and the numbers of those that are not to be trained.
+def _validate_messages(messages: list[Any], row: Row) -> tuple[list[Message], list[float]]:
+    """Return valid messages, and their weights.
 
     Fields of null are left out, as in transformers.
     """
     if not messages:
         raise InvalidConversation("is an empty conversation")
-    form, validated, untrained = row.form, list[Message](), list[int]()
+    form, validated, weights = row.form, list[Message](), list[float]()
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise InvalidConversation(f"message {number} is not a JSON object")
@@ -418,14 +436,12 @@ def _validate_messages(messages: list[Any], row: Row) -> tuple[list[Message], tu
                 kinds = {str(p.get("type")) for p in content if isinstance(p, dict)} - {"text"}
                 rule += f", but has {', '.join(sorted(kinds))}: weft trains text" if kinds else ""
             raise InvalidConversation(rule)
-        if not _is_trained(
-            message.pop("weight", None), message.pop("train", None), f"message {number}"
-        ):
-            untrained.append(number - 1)
+        weight, train = message.pop("weight", None), message.pop("train", None)
+        weights.append(_get_weight(weight, train, f"message {number}"))
         has_content = {} if content is None else {"content": content}
         message = {"role": role, **has_content, **message}
         validated.append(_decode_arguments(_normalize_reasoning(message), row))
-    return validated, tuple(untrained)
+    return validated, weights
 
 
 def _parse_call(content: Any, number: int) -> list[Any]:

@@ -47,10 +47,14 @@ TURNS_REMEDY = (
 
 
 class Rendered(NamedTuple):
-    """Text of an example, and the ranges of its characters that are trained."""
+    """Text of an example, and the ranges of its characters that are trained.
+
+    ``weights``: factors of the losses of the ranges; empty: 1.
+    """
 
     text: str
     spans: list[range]
+    weights: tuple[float, ...] = ()
 
 
 class Turn(NamedTuple):
@@ -112,7 +116,8 @@ class TurnFinder:
             whole = self._add_end(example, text, found)
             has_ends = all(self._has_end(whole.text, span) for span in whole.spans)
             if has_ends or not self._next_token("user"):
-                return [whole]
+                weights = [_weight_of(example, turn) for turn in turns]
+                return [whole._replace(weights=tuple(weights) if example.weights else ())]
         rendered = [self._render_turn(example, turn) for turn in turns]
         examples = [each for each in rendered if each is not None]
         if not examples:
@@ -123,14 +128,16 @@ class TurnFinder:
         """Return the text and the marked spans of the trained turns."""
         text, spans = strip_marks(text)
         every = [i for i, each in enumerate(example.messages) if each["role"] == "assistant"]
-        if turns == every:
-            return Rendered(text, spans)
+        weights = {example.weight_of(turn) for turn in turns}
+        if turns == every and len(weights) <= 1:
+            return Rendered(text, spans, tuple(weights) * len(spans) if example.weights else ())
         if len(spans) != len(every):
             rule = f"generation blocks in the chat template for {len(every)} assistant turns"
-            raise InvalidConversation(f"{len(spans)} {rule}: those to train are ambiguous")
-        return Rendered(
-            text, [span for turn, span in zip(every, spans, strict=True) if turn in turns]
-        )
+            which = "those to train" if turns != every else "their weights"
+            raise InvalidConversation(f"{len(spans)} {rule}: {which} are ambiguous")
+        trained = [(n, span) for n, span in zip(every, spans, strict=True) if n in turns]
+        of_spans = tuple(example.weight_of(turn) for turn, _ in trained)
+        return Rendered(text, [span for _, span in trained], of_spans if example.weights else ())
 
     def _locate_turn(self, example: Example, turn: Turn, text: str) -> range | None:
         """Return the span of a turn in the text of the whole conversation, if it is there."""
@@ -202,7 +209,8 @@ class TurnFinder:
         if not after.startswith(before):
             before, after = self._align(example, turn, before, after)
         part = Example(messages[: turn.last + 1], tools, turn.first)
-        return self._add_end(part, after, [self._trim(after, len(before), len(after))])
+        rendered = self._add_end(part, after, [self._trim(after, len(before), len(after))])
+        return rendered._replace(weights=(_weight_of(example, turn),) if example.weights else ())
 
     def _align(self, example: Example, turn: Turn, before: str, after: str) -> tuple[str, str]:
         """Return a generation prompt, and the text of a turn that begins with it.
@@ -286,6 +294,19 @@ def _join_turns(numbers: list[int]) -> list[Turn]:
     return turns
 
 
+def _weight_of(example: Example, turn: Turn) -> float:
+    """Return the weight of a turn.
+
+    Raises:
+        InvalidConversation: the template joins messages with different weights.
+    """
+    [weight, *others] = {example.weight_of(n) for n in range(turn.first, turn.last + 1)}
+    if others:
+        rule = f"messages {turn.first + 1} to {turn.last + 1} have different weights"
+        raise InvalidConversation(f"{rule}, and the chat template makes them one answer")
+    return weight
+
+
 def _close_reasoning(message: Message, answer: str) -> str:
     """Return the answer after an opened ``<think>``: reasoning, ``</think>``, answer."""
     reasoning, content = message.get("reasoning_content"), message.get("content")
@@ -303,4 +324,4 @@ def skip_empty_reasoning(rendered: Rendered) -> Rendered:
         for span in rendered.spans
         for match in [EMPTY_REASONING.match(rendered.text, span.start, span.stop)]
     ]
-    return Rendered(rendered.text, spans)
+    return rendered._replace(spans=spans)

@@ -68,6 +68,7 @@ class ConversationCorpus(Corpus):
     Attributes:
         hashes: hash of each line, uint64 (lines,).
         validation_threshold: lines with hashes up to it are in the validation set.
+        has_weights: a line has a weight that is neither 0 nor 1.
     """
 
     section: DataSection
@@ -75,6 +76,7 @@ class ConversationCorpus(Corpus):
     fragments: list[FileFragment]
     hashes: NDArray[np.uint64]
     validation_threshold: int
+    has_weights: bool
 
     @property
     def cache_key(self) -> object:
@@ -102,12 +104,13 @@ class ConversationCorpus(Corpus):
         invalid_lines = _InvalidLines(self.section.path, *["not renderable as tokens"] * 2)
         with ExitStack() as stack:
             train, validation = (
-                _SplitFiles(directory, name, encoder.dtype, stack) for name in SPLITS
+                _SplitFiles(directory, name, encoder.dtype, self.has_weights, stack)
+                for name in SPLITS
             )
             for line, rendered, encoded in self._encode_lines(invalid_lines, audit, report):
                 is_validation = line.hash <= self.validation_threshold
                 split = validation if is_validation else train
-                split.append(line, rendered.text, *encoded)
+                split.append(line, rendered.text, encoded)
                 if not is_validation:
                     trained = encoded.tokens[1:][encoded.loss_mask[1:]]
                     frequency += np.bincount(trained, minlength=len(frequency))
@@ -230,7 +233,7 @@ def read_conversation_corpus(
     advance = progress_counter(report, "reading the conversations", total_bytes)
     noun = "preference" if section.has_preferences else "conversation"
     invalid_lines = _InvalidLines(section.path, f"not a {noun}", f"not {noun}s")
-    hashes = array("Q")
+    hashes, has_weights = array("Q"), False
     form = row_format(section)
     for fragment in fragments:
         for number, line in read_lines(fragment, form.columns):
@@ -240,7 +243,8 @@ def read_conversation_corpus(
                 continue
             hashes.append(xxh3_64_intdigest(line.strip()))
             try:
-                parse_line(line, form)
+                examples = parse_line(line, form)
+                has_weights |= any(example.has_fractions for example in examples)
             except InvalidConversation as error:
                 invalid_lines.add(where, str(error))
         advance(fragment.size_bytes)
@@ -252,7 +256,7 @@ def read_conversation_corpus(
         raise path_error(section.path, rule, "give more conversations")
     num_validation = math.ceil(section.validation_fraction * len(distinct))
     threshold = distinct[min(len(distinct) - 1, num_validation) - 1]
-    return ConversationCorpus(section, chat, fragments, line_hashes, int(threshold))
+    return ConversationCorpus(section, chat, fragments, line_hashes, int(threshold), has_weights)
 
 
 def _fragment_name(fragment: FileFragment) -> str:
@@ -331,26 +335,32 @@ class _ColumnFile:
 class _SplitFiles:
     """Files of a split while they are written."""
 
-    def __init__(self, directory: Path, name: SplitName, dtype: str, stack: ExitStack) -> None:
+    def __init__(
+        self, directory: Path, name: SplitName, dtype: str, has_weights: bool, stack: ExitStack
+    ) -> None:
         self.tokens = _ColumnFile(directory / f"{name}-00000.bin", dtype)
         self.loss_mask = _ColumnFile(directory / f"{name}-00000.learned", "uint8")
         self.index = _ColumnFile(directory / f"{name}-00000.documents", "int64")
+        self.weights = (
+            _ColumnFile(directory / f"{name}-00000.weights", "float32") if has_weights else None
+        )
         self.bytes = 0
-        for column in (self.tokens, self.loss_mask, self.index):
+        for column in filter(None, (self.tokens, self.loss_mask, self.index, self.weights)):
             stack.callback(column.close)
 
-    def append(
-        self, line: _RenderedLine, text: str, tokens: NDArray[Any], loss_mask: NDArray[Any]
-    ) -> None:
-        self.tokens.append(tokens)
-        self.loss_mask.append(loss_mask)
+    def append(self, line: _RenderedLine, text: str, encoded: EncodedConversation) -> None:
+        self.tokens.append(encoded.tokens)
+        self.loss_mask.append(encoded.loss_mask)
+        if self.weights is not None:
+            self.weights.append(encoded.weights)
         self.index.append(np.array([self.tokens.size, line.fragment_index, line.number]))
         self.bytes += len(text.encode("utf-8", "replace"))
 
     def finish(self) -> Split:
         documents = self.index.size // 3
         shards = [self.tokens.finish()]
-        columns = (self.loss_mask.finish(), self.index.finish())
+        weights = None if self.weights is None else self.weights.finish()
+        columns = (self.loss_mask.finish(), self.index.finish(), weights)
         return Split(documents, self.bytes, self.tokens.size, shards, *columns)
 
 

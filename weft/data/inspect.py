@@ -138,20 +138,27 @@ def _show_documents(store: Store, begins: Ints, num_samples: int) -> Iterator[st
 
 
 def _show_conversations(store: Store, num_samples: int) -> Iterator[str]:
-    """Yield evenly spaced conversations, with trained tokens between [[ and ]]."""
+    """Yield evenly spaced conversations, with trained tokens between [[ and ]].
+
+    A weight other than 1 follows the text: [[text]]*0.5.
+    """
     for where, chunks in _sample_conversations(store, num_samples, SHOWN_TOKENS):
         yield f"-- {where}"
-        yield "".join(f"[[{text}]]" if is_trained else text for text, is_trained in chunks)
+        yield "".join(
+            f"[[{text}]]{'' if weight == 1 else f'*{weight:.4g}'}" if weight else text
+            for text, weight in chunks
+        )
 
 
 def _sample_conversations(
     store: Store, num_samples: int, limit: int
-) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-    """Yield the place and the text, in trained and other parts, of conversations."""
+) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+    """Yield the place of conversations, and their text in parts with their weights."""
     index = store.index("train")
     begins = np.concatenate(([0], index[:-1, 0]))
     sizes = index[:, 0] - begins
     stream, loss_mask = store.tokens("train"), store.loss_mask("train")
+    weights = store.weights("train")
     assert loss_mask is not None
     tokenizer = store.tokenizer()
     num_samples = min(num_samples, len(index))
@@ -159,11 +166,12 @@ def _sample_conversations(
         position = len(index) * number // num_samples
         start, size = begins[[position]], min(limit, int(sizes[position]))
         tokens, mask = stream.read_windows(start, size)[0], loss_mask.read_windows(start, size)[0]
-        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), size]
+        factors = mask if weights is None else weights[int(start[0]) : int(start[0]) + size]
+        cuts = [0, *(np.flatnonzero(np.diff(factors)) + 1).tolist(), size]
         chunks = [
             (
                 tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False),
-                bool(mask[begin]),
+                float(factors[begin]),
             )
             for begin, end in pairwise(cuts)
         ]
@@ -181,8 +189,10 @@ def make_page(dataset: Dataset, num_samples: int) -> str:
             continue
         for where, chunks in _sample_conversations(store, num_samples, PAGE_TOKENS):
             parts = (
-                f"<mark>{escape(text)}</mark>" if is_trained else escape(text)
-                for text, is_trained in chunks
+                f"<mark{'' if weight == 1 else f' title={weight:.4g}'}>{escape(text)}</mark>"
+                if weight
+                else escape(text)
+                for text, weight in chunks
             )
             blocks.append(f"<h2>{escape(where)}</h2>\n<pre>{''.join(parts)}</pre>")
     style = (

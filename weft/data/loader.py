@@ -176,7 +176,8 @@ class Batch(NamedTuple):
     document that it ends, or to the next one if documents begin with it.  Both are None with
     ``packing="windows"``.  ``sources_B``, the source of each sequence, is None without a mixture.
     `Pairs` set ``references_BP2``, float32, and `with_later` sets ``later_BTK``.
-    ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.
+    ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.  ``weights_BT``, float32, are
+    factors of the targets' losses; None: 1.
     """
 
     tokens_BT: torch.Tensor
@@ -187,6 +188,7 @@ class Batch(NamedTuple):
     references_BP2: torch.Tensor | None = None
     token_ids_BT: torch.Tensor | None = None
     later_BTK: torch.Tensor | None = None
+    weights_BT: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with ``function`` applied to each tensor."""
@@ -195,11 +197,11 @@ class Batch(NamedTuple):
     def with_later(self, count: int) -> Batch:
         """Return the batch with the tokens and targets 1 to ``count`` (K) positions later.
 
-        The targets follow those of the batch: ((1 + K) B, T).  Beyond the sequence tokens are 0,
-        and targets IGNORE_INDEX, as in other documents.
+        The targets, with their weights, follow those of the batch: ((1 + K) B, T).  Beyond the
+        sequence tokens are 0, and targets IGNORE_INDEX, as in other documents.
         """
 
-        def later(column_BT: torch.Tensor, fill: int) -> torch.Tensor:
+        def later(column_BT: torch.Tensor, fill: float) -> torch.Tensor:
             return pad(column_BT, (0, count), value=fill)[:, 1:].unfold(1, count, 1)
 
         targets_BTK = later(self.targets_BT, IGNORE_INDEX)
@@ -207,7 +209,12 @@ class Batch(NamedTuple):
             is_other_BTK = later(self.documents_BT, -1) != self.documents_BT[..., None]
             targets_BTK = targets_BTK.masked_fill(is_other_BTK.to(targets_BTK.device), IGNORE_INDEX)
         targets_BT = torch.cat((self.targets_BT, *targets_BTK.unbind(2)))
-        return self._replace(targets_BT=targets_BT, later_BTK=later(self.tokens_BT, 0))
+        weights_BT = self.weights_BT
+        if weights_BT is not None:
+            weights_BT = torch.cat((weights_BT, *later(weights_BT, 0.0).unbind(2)))
+        return self._replace(
+            targets_BT=targets_BT, weights_BT=weights_BT, later_BTK=later(self.tokens_BT, 0)
+        )
 
 
 class Samples(Protocol):
@@ -263,6 +270,7 @@ class PackedDocuments:
         stream: the tokens of the documents.
         loss_mask: 1 where a token is a target, else 0; None: all tokens are.
         separator: any token.
+        weights: factors of the losses of the stream's tokens as targets; None: 1.
     """
 
     stream: TokenStream
@@ -270,6 +278,7 @@ class PackedDocuments:
     packed: PackedSequences
     seq_len: int
     separator: int
+    weights: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -279,6 +288,7 @@ class PackedDocuments:
         shape = (len(indices), self.seq_len)
         tokens, targets = np.full(shape, self.separator), np.full(shape, IGNORE_INDEX)
         documents, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        weights = None if self.weights is None else np.ones(shape, np.float32)
         packed = self.packed
         for row, sample in enumerate(indices.tolist()):
             end = 0
@@ -293,12 +303,16 @@ class PackedDocuments:
                 if self.loss_mask is not None:
                     [mask] = self.loss_mask.read_windows(start, len(window))
                     targets[row, span][mask[1:] == 0] = IGNORE_INDEX
+                if self.weights is not None and weights is not None:
+                    begin = int(start[0]) + 1
+                    weights[row, span] = self.weights[begin : begin + len(window) - 1]
                 documents[row, span] = index
                 positions[row, span] = np.arange(len(window) - 1)
                 end = span.stop
             documents[row, end:] = len(document_ids)
             positions[row, end:] = np.arange(self.seq_len - end)
-        return Batch(*map(torch.from_numpy, (tokens, targets, documents, positions)))
+        batch = Batch(*map(torch.from_numpy, (tokens, targets, documents, positions)))
+        return batch._replace(weights_BT=None if weights is None else torch.from_numpy(weights))
 
 
 @dataclass(frozen=True)
@@ -341,18 +355,22 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources of samples, and the share of each in the run; shares sum to one."""
+    """Sources of samples, and the share of each in the run; shares sum to one.
+
+    ``has_weights``: every batch has weights, because some source has them.
+    """
 
     sources: Sequence[Samples]
     shares: Sequence[float] = (1.0,)
+    has_weights: bool = False
 
     def get_batch(self, sources: Ints, indices: Ints) -> Batch:
         """Return samples by source and index, both int64 (n,)."""
         if len(self.sources) == 1:
-            return self.sources[0].get_batch(indices)
+            return self._get_samples(0, indices)
         order = np.argsort(sources, kind="stable")
         batches = [
-            self.sources[source].get_batch(indices[sources == source])
+            self._get_samples(source, indices[sources == source])
             for source in range(len(self.sources))
             if (sources == source).any()
         ]
@@ -360,6 +378,12 @@ class Mixture:
         columns = zip(*batches, strict=True)
         merged = (None if c[0] is None else torch.cat(c)[inverse] for c in columns)
         return Batch._make(merged)._replace(sources_B=torch.from_numpy(sources))
+
+    def _get_samples(self, source: int, indices: Ints) -> Batch:
+        batch = self.sources[source].get_batch(indices)
+        if self.has_weights and batch.weights_BT is None:
+            return batch._replace(weights_BT=torch.ones(batch.tokens_BT.shape))
+        return batch
 
 
 def build_mixture(
@@ -382,7 +406,8 @@ def build_mixture(
     widths = [int(np.diff(p.packed.packed.offsets).max(initial=0)) // 2 for p in pairs]
     width = max(widths, default=0)
     sources = [replace(s, width=width) if isinstance(s, Pairs) else s for s in sources]
-    return Mixture(sources, [source.share for source in dataset.sources])
+    has_weights = any(s.store.weights(split) is not None for s in dataset.sources)
+    return Mixture(sources, [source.share for source in dataset.sources], has_weights)
 
 
 def _build_samples(
@@ -394,7 +419,9 @@ def _build_samples(
         begins = store.manifest.starts_at_separator
         return TokenChunks(stream, seq_len, packing, separator, begins)
     sequences = pack_split(store, split, seq_len, section, seed)
-    packed = PackedDocuments(stream, store.loss_mask(split), sequences, seq_len, separator)
+    packed = PackedDocuments(
+        stream, store.loss_mask(split), sequences, seq_len, separator, store.weights(split)
+    )
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
 
 

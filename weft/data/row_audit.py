@@ -93,7 +93,7 @@ class RowAudit:
 
         A template may write a newline after the end token, and mark it as trained.
         """
-        tokens, loss_mask = encoded
+        tokens, loss_mask, _ = encoded
         [lasts] = np.nonzero(loss_mask & ~np.append(loss_mask[1:], False))
         is_end = np.isin(tokens, sorted(self.chat.end_tokens)) & loss_mask
         has_end = is_end[lasts]

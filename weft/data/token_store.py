@@ -15,6 +15,7 @@ A store of conversations (``weft.data.conversations``) has more files::
     train-00000.learned     loss mask: 1 for each token that is trained on, else 0; uint8
     train-00000.documents   per conversation: the end of its tokens, the number of its file, and
                             its line in that file; int64 (n, 3)
+    train-00000.weights     factor of each token's loss; float32; only if one is not 0 or 1
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Split:
     """Train or validation split.
 
     ``bytes`` counts its text (0: unknown); ``tokens`` includes the separators.  A split of
-    conversations also has a loss mask (``learned``) and an ``index`` of conversations.
+    conversations also has a loss mask (``learned``) and an ``index`` of conversations, and
+    ``weights`` of tokens, if one of them is not 0 or 1.
     """
 
     documents: int
@@ -126,11 +128,12 @@ class Split:
     shards: list[Shard]
     learned: Shard | None = None
     index: Shard | None = None
+    weights: Shard | None = None
 
     @property
     def files(self) -> list[Shard]:
-        """All files of the split: tokens, loss mask, and index."""
-        return [*self.shards, *filter(None, (self.learned, self.index))]
+        """All files of the split: tokens, loss mask, index, and weights."""
+        return [*self.shards, *filter(None, (self.learned, self.index, self.weights))]
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,13 @@ class Store:
         if split.learned is None:
             return None
         return TokenStream([map_shard(self.path, "uint8", split.learned)])
+
+    def weights(self, name: SplitName) -> NDArray[np.float32] | None:
+        """Return the factor of each token's loss; None: 1 for all that are trained on."""
+        split: Split = getattr(self.manifest, name)
+        if split.weights is None:
+            return None
+        return np.asarray(map_shard(self.path, "float32", split.weights))
 
     def index(self, name: SplitName) -> NDArray[np.int64]:
         """Return the token end, file number and line of each conversation: int64 (n, 3)."""
@@ -310,10 +320,19 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"{name} does not have the files of a store of kind {manifest.kind}"
         if split.learned is not None and split.learned.tokens != split.tokens:
             yield f"{name}.learned has {split.learned.tokens} entries for {split.tokens} tokens"
+        if split.weights is not None and (
+            split.learned is None or split.weights.tokens != split.tokens
+        ):
+            yield f"{name}.weights has {split.weights.tokens} entries for {split.tokens} tokens"
         if split.index is not None and split.index.tokens != 3 * split.documents:
             yield f"{name}.index has {split.index.tokens} numbers for {split.documents} documents"
         for shard in split.files:
-            dtype = {id(split.learned): "uint8", id(split.index): "int64"}.get(id(shard))
+            dtypes = {
+                id(split.learned): "uint8",
+                id(split.index): "int64",
+                id(split.weights): "float32",
+            }
+            dtype = dtypes.get(id(shard))
             width = np.dtype(dtype or manifest.dtype).itemsize
             if min(shard.tokens, shard.begin) < 0 or shard.size_bytes != shard.tokens * width:
                 yield (

@@ -208,7 +208,8 @@ def record_fused_kernels(recorder: OpRecorder, device: str, compiled: bool) -> I
         for name in ("accumulate_block", "accumulate_block_grad"):
             repeated = partial(recorder.record_repeated, getattr(context_parallel, name))
             stack.enter_context(patch.object(context_parallel, name, repeated))
-        for function in (loss._sum_exponentials, loss._logits_gradient) if compiled else ():
+        kernels = (loss._sum_exponentials, loss._sum_logits, loss._logits_gradient)
+        for function in kernels if compiled else ():
             kernel = partial(recorder.record_kernel, function)
             stack.enter_context(patch.object(loss, function.__name__, kernel))
         yield

@@ -229,6 +229,11 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
     if objective == "next_token" and has_preferences:
         rule, remedy = "would also train on rejected answers", "use dpo, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))
+    if job.train.label_smoothing and objective != "next_token":
+        rule = f"spreads the target of a token, but train.objective={objective} compares others"
+        if ":" in objective:
+            rule = f"changes the loss of next_token, but train.objective={objective} has its own"
+        errors.add("train.label_smoothing", rule, "use 0, or next_token", (key,))
 
 
 def _check_mtp(errors: ConfigErrors, job: Job, model: Any) -> None:

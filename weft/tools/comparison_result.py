@@ -121,7 +121,12 @@ class ComparisonSummary:
         self._trials = [[t for t in trials if t.variant == v] for v in range(len(variants))]
         self._base = trials[0].variant if trials else 0
         self.baseline_loss = mean_loss(self._trials[self._base])
-        loss_configs = [_loss_config(variant) for variant in variants]
+        # Validation losses have no label smoothing.
+        is_smoothed = self._losses is not None and self._losses.kind == "train"
+        loss_configs = [
+            [*_loss_config(variant), is_smoothed * variant.job.train.label_smoothing]
+            for variant in variants
+        ]
         others = [v for v, c in enumerate(loss_configs) if c != loss_configs[self._base]]
         self.comparisons = compare_variants(trials, settings.margin, settings.relative, others)
         self._other_losses = others

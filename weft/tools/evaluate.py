@@ -149,7 +149,7 @@ def evaluate_sources(
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     losses = []
     for source in dataset.sources:
-        nats, tokens, size, evaluated = 0.0, 0, 0, 0
+        nats, tokens, size, evaluated = 0.0, 0.0, 0, 0
         kind = source.store.manifest.kind
         name = source.name if job.data.is_mixture else job.data.path
         if kind == "preferences":
@@ -192,13 +192,19 @@ def _with_progress(
         advance(ranks * len(batch.tokens_BT))
 
 
-def _count_targets(store: Store, split: SplitName, keeps_documents: bool) -> tuple[int, int]:
-    """Return the numbers of predicted tokens and of bytes (0: unknown) of a split."""
+def _count_targets(store: Store, split: SplitName, keeps_documents: bool) -> tuple[float, int]:
+    """Return the numbers of predicted tokens and of bytes (0: unknown) of a split.
+
+    If tokens have weights, the sum of these in place of the number.
+    """
     info: Split = getattr(store.manifest, split)
     loss_mask = store.loss_mask(split)
     if loss_mask is None:
         # With separate documents, the last token of each one predicts nothing.
         return info.tokens - (info.documents if keeps_documents else 1), info.bytes
+    weights = store.weights(split)
+    if weights is not None:
+        return float(weights.sum(dtype=np.float64)), 0
     count = 0
     for start in range(0, len(loss_mask), COUNT_CHUNK):
         size = min(COUNT_CHUNK, len(loss_mask) - start)

@@ -1377,6 +1377,7 @@ def _from_huggingface(t: Translation) -> None:
     else:
         t.notes.append("The file names no data, which a script loads: set data.path.")
     if is_dpo:
+        t.skip("label_smoothing_factor", "DPO of TRL does not read it")
         t.set("data.format", "preferences", "beta")
         t.set("train.objective", "dpo", "beta")
         t.values.setdefault("beta", 0.1)

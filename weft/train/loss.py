@@ -55,11 +55,17 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
     compiled: bool = False,
     first: int = 0,
+    label_smoothing: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of each token in nats, in float32.
 
+    With ``label_smoothing`` e it is that of the target with probability 1 - e and of the mean over
+    the vocabulary with e, as in torch's ``cross_entropy``: (1 - e) (-log p(target)) - e mean log p.
+
     Forward saves the logits and three numbers per token.  The ranks of ``group`` exchange these
-    numbers (maximum, sum of exponentials, logit of the target) instead of logits.
+    numbers (maximum, sum of exponentials, logit of the target) instead of logits.  Label smoothing
+    adds the sum of the logits to the logit of the target.
 
     Args:
         logits_BTV: any floating dtype; with ``group``, this rank's entries of the vocabulary.
@@ -68,11 +74,15 @@ def cross_entropy(
         compiled: let torch.compile fuse operators, so that no float32 tensor has the size of the
             logits; otherwise there is one at a time.
         first: id of this rank's first entry.
+        label_smoothing: from 0 to 1.
+        vocab_size: entries of the full vocabulary; None: those of the logits.
 
     Returns:
         float32 (B, T), equal on all ranks of ``group``; 0 without a target.
     """
-    return run_function(_CrossEntropy, logits_BTV, targets_BT, group, compiled, first)
+    uniform = label_smoothing / (vocab_size or logits_BTV.shape[-1])
+    smoothing = (label_smoothing, uniform)
+    return run_function(_CrossEntropy, logits_BTV, targets_BT, group, compiled, first, smoothing)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -84,6 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         compiled: bool,
         first: int,
+        smoothing: tuple[float, float],
     ) -> Tensor:
         logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
         has_target_N = targets_N != IGNORE_INDEX
@@ -93,6 +104,10 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.run = partial(run_compiled, "the loss", compiled)
         max_N, sum_N, target_N = ctx.run(_sum_exponentials, logits_NV, columns_N)
         target_N = target_N.masked_fill(~is_local_N, 0.0)
+        ctx.label_smoothing, ctx.uniform = smoothing
+        if ctx.label_smoothing:  # the mean logit under the smoothed target
+            mean_N = ctx.run(_sum_logits, logits_NV) * ctx.uniform
+            target_N = (1 - ctx.label_smoothing) * target_N + mean_N
         if group is not None:
             local_max_N, max_N = max_N, max_N.clone()
             dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
@@ -104,14 +119,17 @@ class _CrossEntropy(torch.autograd.Function):
         return losses_N.masked_fill(~has_target_N, 0.0).view_as(targets_BT)
 
     @staticmethod
-    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N = ctx.saved_tensors
         grad_N = grad_BT.flatten().masked_fill(~has_target_N, 0.0)
-        at_target_N = grad_N * is_local_N
+        at_target_N, uniform_N = grad_N * is_local_N, list[Tensor]()
+        if ctx.label_smoothing:
+            at_target_N = (1 - ctx.label_smoothing) * at_target_N
+            uniform_N.append(ctx.uniform * grad_N)
         grad_NV: Tensor = ctx.run(
-            _logits_gradient, logits_NV, columns_N, max_N, grad_N / sum_N, at_target_N
+            _logits_gradient, logits_NV, columns_N, max_N, grad_N / sum_N, at_target_N, *uniform_N
         )
-        return grad_NV.view(*grad_BT.shape, -1), None, None, None, None
+        return grad_NV.view(*grad_BT.shape, -1), *[None] * 5
 
 
 def _sum_exponentials(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,11 +139,27 @@ def _sum_exponentials(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Ten
     return max_N, sum_N, logits_NV.gather(1, columns_N[:, None])[:, 0].float()
 
 
+def _sum_logits(logits_NV: Tensor) -> Tensor:
+    return logits_NV.sum(1, dtype=torch.float32)
+
+
 def _logits_gradient(
-    logits_NV: Tensor, columns_N: Tensor, max_N: Tensor, scale_N: Tensor, at_target_N: Tensor
+    logits_NV: Tensor,
+    columns_N: Tensor,
+    max_N: Tensor,
+    scale_N: Tensor,
+    at_target_N: Tensor,
+    uniform_N: Tensor | None = None,
 ) -> Tensor:
-    """Return exp(logit - maximum) * scale, minus ``at_target_N`` at a column."""
-    grad_NV = (logits_NV - max_N[:, None]).exp_().mul_(scale_N[:, None]).to(logits_NV.dtype)
+    """Return exp(logit - maximum) * scale, minus ``at_target_N`` at a column.
+
+    ``uniform_N`` is subtracted from all columns.
+    """
+    grad_NV = (logits_NV - max_N[:, None]).exp_().mul_(scale_N[:, None])
+    if uniform_N is not None:
+        grad_NV.sub_(uniform_N[:, None])
+        at_target_N = at_target_N + uniform_N
+    grad_NV = grad_NV.to(logits_NV.dtype)
     rows_N = torch.arange(len(columns_N), device=columns_N.device)
     exp_N = (logits_NV[rows_N, columns_N] - max_N).exp()
     # Replaced, not added: the difference is rounded once, and needs no float32 (N, V).
@@ -156,7 +190,7 @@ def linear_cross_entropy(
     targets_BT: Tensor,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     chunk_size: int,
-    scales_B1: Tensor | None = None,
+    scales_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of ``x @ weight.T``, with the logits of a chunk at a time.
 
@@ -166,14 +200,14 @@ def linear_cross_entropy(
         targets_BT: int64.
         loss_fn: returns the loss of each token, (1, n), of logits (1, n, V) and targets (1, n).
         chunk_size: number of tokens of a chunk.
-        scales_B1: factors of the sequences' losses in the sum; None: 1.
+        scales_BT: factors of the tokens' losses in the sum, also (B, 1); None: 1.
 
     Returns:
         The sum of the losses, a float32 scalar; and the loss of each token, float32 (B, T), without
         gradient and factor.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-    scales_N = None if scales_B1 is None else scales_B1.expand_as(targets_BT).flatten()
+    scales_N = None if scales_BT is None else scales_BT.expand_as(targets_BT).flatten()
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     losses_N = torch.empty(len(targets_N), device=x_ND.device)
     gradients = _compute_chunks(
@@ -256,9 +290,10 @@ class Objective(NamedTuple):
     """An objective.
 
     Attributes:
-        counts: returns how much each sequence counts, (B,), integers or floats: its targets, or
-            its pairs; 0 without targets.
-        losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target.
+        counts: returns how much each sequence counts, (B,), integers or floats: its targets (the
+            sum of their weights), or its pairs; 0 without targets.
+        losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target, times
+            the token's weight (`Batch.weights_BT`).
         metrics: names of the metrics; weft logs each as a mean over the counts.
         is_token_sum: True if a sequence's loss is the sum of its tokens' losses.  Only then can
             logits be computed for some tokens at a time.  Otherwise context-parallel ranks gather
@@ -275,7 +310,7 @@ class Objective(NamedTuple):
 
 
 def next_token(section: TrainSection) -> Objective:
-    """Return the mean cross-entropy of all targets, in nats per token."""
+    """Return the (weighted) mean cross-entropy of all targets, in nats per token."""
 
     def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         loss_B = losses_BT.sum(1)
@@ -285,8 +320,16 @@ def next_token(section: TrainSection) -> Objective:
 
 
 def count_targets(batch: Batch) -> Tensor:
-    """Return the number of targets of each sequence, int64 (B,)."""
-    return (batch.targets_BT != IGNORE_INDEX).sum(1)
+    """Return the number of targets of each sequence, or the sum of their weights.
+
+    Returns:
+        (B,), int64; with weights float64, in which the sum of millions of float32 numbers is exact,
+        and so does not depend on the layout.
+    """
+    has_target_BT = batch.targets_BT != IGNORE_INDEX
+    if batch.weights_BT is None:
+        return has_target_BT.sum(1)
+    return (has_target_BT * batch.weights_BT.double()).sum(1)
 
 
 def dpo(section: TrainSection) -> Objective:

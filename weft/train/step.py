@@ -50,7 +50,9 @@ from weft.train.loss import (
 )
 
 MAX_STOP_CHECKS = 8  # in a step, because each is a reduction over all ranks
-SEQUENCE_COLUMNS = ("tokens_BT", "targets_BT", "positions_BT", "later_BTK", "token_ids_BT")
+SEQUENCE_COLUMNS = (
+    *("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "later_BTK", "token_ids_BT"),
+)
 
 
 class Microbatch(NamedTuple):
@@ -197,6 +199,8 @@ class TrainStep:
         sequences = torch.full_like(count[0], num_sequences)
         sum_over_replicas([count, sequences])
         divisors = count + (count == 0)  # without targets, loss and gradients are zero
+        if divisors.is_floating_point():
+            divisors = divisors.float()  # as the losses
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
         losses = self._compute_gradients(microbatches, sequences, check_stop)
         if self.overflow is not None and self.overflow.occurred():
@@ -302,14 +306,14 @@ class TrainStep:
             microbatch: its targets and divisors.
         """
         batch, divisors, sequences, split = microbatch
-        scales_B1 = None
+        weights_BT, scales_B1 = batch.weights_BT, None
         if self._num_later:
             weight = self.plan.job.train.mtp_weight / self._num_later
             scales = torch.cat((self._ones[:1], weight * divisors[0] / divisors[1:]))
             scales_B1 = scales.repeat_interleave(len(batch.tokens_BT)).unsqueeze(1)
         with span("loss"):
             if self._head_weight is None:
-                losses_BT = self._cross_entropy(output, batch.targets_BT)
+                losses_BT = _multiply(self._cross_entropy(output, batch.targets_BT), weights_BT)
                 if self._gathers_losses:
                     losses_BT = gather_values(losses_BT, cast(Any, self.mesh.cp_group), split)
                 losses = self.objective.losses(losses_BT, sequences)
@@ -323,9 +327,9 @@ class TrainStep:
                     batch.targets_BT,
                     self._cross_entropy,
                     self._chunk_tokens,
-                    scales_B1,
+                    weights_BT if scales_B1 is None else _multiply(scales_B1, weights_BT),
                 )
-                losses = self.objective.losses(losses_BT, batch)
+                losses = self.objective.losses(_multiply(losses_BT, weights_BT), batch)
             if self.owns_loss:
                 self._add_metrics(losses, sequences)
             if scales_B1 is not None:  # only the gradient is that of all losses
@@ -338,8 +342,18 @@ class TrainStep:
             has_target_BT = targets_BT != IGNORE_INDEX
             self.logits_at_targets.append((targets_BT[has_target_BT], logits_BTV[has_target_BT]))
         group = self.mesh.get_group("tp") if self.plan.tp > 1 else None
-        first, is_compiled = self.vocab_range.start, self.plan.is_compiled
-        return cross_entropy(logits_BTV, targets_BT, group, is_compiled, first)
+        # An evaluation has no label smoothing, so that its losses compare.
+        is_training = self.model_parts[-1].training
+        label_smoothing = self.plan.job.train.label_smoothing if is_training else 0.0
+        return cross_entropy(
+            logits_BTV,
+            targets_BT,
+            group,
+            self.plan.is_compiled,
+            self.vocab_range.start,
+            label_smoothing,
+            self.plan.model.vocab_size,
+        )
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return how much this rank's sequences count, together, (1 + K,)."""
@@ -451,6 +465,10 @@ class TrainStep:
         if documents is not None:
             full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
         return Microbatch(batch, self._ones, full, split)
+
+
+def _multiply(values: Tensor, weights: Tensor | None) -> Tensor:
+    return values if weights is None else values * weights
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
