@@ -109,14 +109,19 @@ def check(checkpoint: CheckpointRef, directory: Path) -> dict[str, Any]:
     adapter = export(checkpoint, directory / "adapter", True)
     merged = export(checkpoint, directory / "merged", False)
     tokens_BT = torch.arange(40).view(2, 20) * 7 % checkpoint.config.vocab_size
-    expected = logits(load_unsharded(checkpoint, torch.device("cpu")), tokens_BT)
+    ours = load_unsharded(checkpoint, torch.device("cpu")).eval()
+    expected = logits(ours, tokens_BT)
+    # Large random adapters amplify rounding, most where two attention scores are nearly equal.  So
+    # the bound is a few times the error of float32 in this model.
+    rounding = (logits(ours.double(), tokens_BT) - expected).abs().max().item()
+    bound = 4 * rounding + 1e-5 * expected.abs().max().item()
     plain = AutoModelForCausalLM.from_pretrained(directory / "source", dtype=torch.float32, **EAGER)
     assert (logits(plain, tokens_BT) - expected).abs().max() > 0.1 * expected.abs().max()
     for model in (
         load_in_peft(directory / "source", adapter),
         AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32, **EAGER),
     ):
-        torch.testing.assert_close(logits(model, tokens_BT), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits(model, tokens_BT), expected, atol=bound, rtol=0)
     # No adapter is dropped: the file has each of their numbers once, and otherwise zeros.
     # Lengths of rows (DoRA) are not zero where a fused module has no adapter.
     ours = [

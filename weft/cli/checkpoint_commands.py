@@ -32,6 +32,9 @@ def add_export(commands: Commands) -> None:
     add("--max-shard", default="5GB", help="maximum file size (default: 5GB)")
     text = "export only the adapters of a LoRA run, as PEFT does"
     add("--adapter", action="store_true", help=text)
+    text = "load the export with transformers (and PEFT) in another process, compare it with the "
+    text += "run, and write weft-proof.json into it; exit status 1 if they differ"
+    add("--prove", action="store_true", help=text)
 
 
 def add_import(commands: Commands) -> None:
@@ -71,7 +74,8 @@ def run_export(options: argparse.Namespace) -> None:
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
         paths = (absolute_dir(options.checkpoint), options.out.absolute())
-        summary = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
+        sizes = (options.dtype, options.max_shard)
+        summary = export_checkpoint(*paths, *sizes, show, options.adapter, options.prove)
     console.print(summary, soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ from weft.models.hf_mapping import (
     text_config,
     to_hf_config,
 )
+from weft.tools.export_proof import check_proof, prove_export
 from weft.tools.generate import find_changed_start, load_chat_format
 from weft.tools.hf_weights import find_dropped_bias, list_hf_tensors, to_hf_weights
 from weft.tools.inference_model import (
@@ -109,7 +111,13 @@ def check_out(errors: ConfigErrors, key: str, out: Path, num_bytes: int) -> None
 
 
 def export_checkpoint(
-    path: Path, out: Path, dtype: str, max_shard: str, report: Report, adapter: bool = False
+    path: Path,
+    out: Path,
+    dtype: str,
+    max_shard: str,
+    report: Report,
+    adapter: bool = False,
+    prove: bool = False,
 ) -> str:
     """Write a checkpoint of any layout as a directory that transformers loads.
 
@@ -123,6 +131,7 @@ def export_checkpoint(
         max_shard: maximum size of a file, such as 5GB.
         report: called with the progress.
         adapter: write only the adapters, for PEFT.
+        prove: compare the result with the run: see `weft.tools.export_proof`.
 
     Returns:
         A message for the user.
@@ -130,6 +139,7 @@ def export_checkpoint(
     Raises:
         InvalidConfig: with every reason why the export is impossible.
         CheckpointError: if the checkpoint is damaged.
+        ProofFailed: if the export does not compute what the run computes.
     """
     errors = ConfigErrors()
     max_bytes = _parse_size(max_shard, errors)
@@ -152,6 +162,8 @@ def export_checkpoint(
                 checkpoint, dropped = drop_mtp(checkpoint), format_dropped_mtp(checkpoint.config)
             errors += check_hf_config(checkpoint.family, checkpoint.config)
         special = _special_tokens(checkpoint, source)
+        if prove:
+            check_proof(checkpoint, adapter, errors)
     if checkpoint and not errors and not adapter:
         base = find_base_checkpoint(checkpoint)
         weights = open_merged(checkpoint, base) if base else open_weights(checkpoint.path)
@@ -161,18 +173,21 @@ def export_checkpoint(
             tensor.shape.numel() * (tensor.dtype or DTYPES[dtype]).itemsize
             for tensor in list_hf_tensors(checkpoint.family, checkpoint.config).values()
         )
-    check_out(errors, "out", out, num_bytes)
+    if prove and is_remote(out):
+        rule = "reads the exported files from a local directory"
+        errors.add("--prove", rule, "export to one, and copy it to the store", value=MISSING)
+    else:
+        check_out(errors, "out", out, num_bytes)
     errors.raise_any()
     assert checkpoint is not None
     assert special is not None
+    proof = partial(prove_export, checkpoint, out, DTYPES[dtype], adapter) if prove else None
     if adapter:
-        return export_adapter(
-            checkpoint,
-            out,
-            DTYPES[dtype],
-            # Not the tokenizer, to whose size PEFT would resize the base.
-            lambda directory: _write_files(directory, _chat_files(checkpoint, special)),
+        companions = _companion_files(checkpoint, special)
+        summary = export_adapter(
+            checkpoint, out, DTYPES[dtype], lambda directory: _write_files(directory, companions)
         )
+        return f"{summary}\n{proof()}" if proof else summary
     family = checkpoint.family
     _check_weights(checkpoint, weights)
     hf_weights = to_hf_weights(family, checkpoint.config, weights)
@@ -186,9 +201,11 @@ def export_checkpoint(
             )
             raise InvalidConfig(errors) from error
         config = _keep_fields(checkpoint, source, to_hf_config(family, checkpoint.config, dtype))
-        _write_companions(directory, checkpoint, config, special)
+        companions = _companion_files(checkpoint, special)
+        _write_files(directory, companions | {"config.json": _to_json(config | special.ids)})
     size = f"{files} file{'s' * (files > 1)}, {num_bytes:,} bytes of {dtype}"
-    return f"{out}: {size}, from {checkpoint.path}{dropped}"
+    summary = f"{out}: {size}, from {checkpoint.path}{dropped}"
+    return f"{summary}\n{proof()}" if proof else summary
 
 
 def _check_weights(checkpoint: CheckpointRef, weights: dict[str, Weight]) -> None:
@@ -326,10 +343,8 @@ def _special_tokens(checkpoint: CheckpointRef, source: dict[str, Any]) -> _Speci
     return _SpecialTokens(bos | ids, names, data, **ends)
 
 
-def _write_companions(
-    directory: Path, checkpoint: CheckpointRef, config: dict[str, Any], special: _SpecialTokens
-) -> None:
-    """Write ``config.json``, the tokenizer, and the files with special tokens."""
+def _companion_files(checkpoint: CheckpointRef, special: _SpecialTokens) -> dict[str, bytes]:
+    """Return the tokenizer, the chat template, and the files with special tokens."""
     generated: dict[str, dict[str, Any]] = {
         "generation_config.json": special.ids,
         "tokenizer_config.json": {
@@ -351,8 +366,7 @@ def _write_companions(
             if name in files:
                 tree = parse_json(files[name]) | {"eos_token": special.eos_token}
                 files[name] = _to_json(tree)
-    files["config.json"] = _to_json(config | special.ids)
-    _write_files(directory, files)
+    return files
 
 
 def _chat_files(checkpoint: CheckpointRef, special: _SpecialTokens) -> dict[str, bytes]:
