@@ -338,7 +338,7 @@ def loss_of(model: nn.Module, rows: Rows, job: Job, references: Tensor | None) -
     assert references is not None
     gain = log_probs_of(losses_BT, rows) - references
     margin = gain[:, 0] - gain[:, 1]
-    return torch.log1p(torch.exp(-job.train.dpo_beta * margin)).mean()
+    return torch.log1p(torch.exp(-job.train.beta * margin)).mean()
 
 
 # --------------------------------------------------------------------------- rounding
@@ -640,7 +640,7 @@ def draw_case(seed: int) -> Case:
     if text == "text":
         keys["data__packing"] = choose("windows", "documents", "best_fit")
     elif text == "preferences":
-        keys |= {"train__objective": "dpo", "train__dpo_beta": choose(0.1, 0.5)}
+        keys |= {"train__objective": "dpo", "train__preference_beta": choose(0.1, 0.5)}
     extra = choose("none", "lora", "qlora", "muon", "none")
     if extra == "muon" and "moe" not in family:
         keys["optim__name"] = "muon"
@@ -953,7 +953,7 @@ class _Comparison:
             return
         with torch.no_grad():
             answers = log_probs_of(losses_of(self.theirs, rows), rows)
-        rewards = self.job.train.dpo_beta * (answers - references)
+        rewards = self.job.train.beta * (answers - references)
         margin = rewards[:, 0] - rewards[:, 1]
         columns = (margin, (margin > 0).float(), rewards[:, 0], rewards[:, 1])
         expected = torch.stack(columns).mean(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -18,17 +18,16 @@ from tests.cluster.test_sagemaker_entry import (
 from tests.monitor.test_step_record import record
 from tests.small import records
 from weft.cluster.cloudwatch import metric_definitions
-from weft.config.schema import DataSection, Job
+from weft.config.schema import Job, TrainSection
 from weft.monitor.terminal import STEP_LINE, Terminal, quiet_console
 
-Format = Literal["text", "preferences"]
-FORMATS: tuple[Format, ...] = ("text", "preferences")
+OBJECTIVES = ("next_token", "dpo", "orpo")
 
 
-def read_metrics(text: str, format: Format = "text") -> dict[str, list[float]]:
+def read_metrics(text: str, objective: str = "next_token") -> dict[str, list[float]]:
     """Read a job's output as SageMaker does: each line is an event, the first group a value."""
     values: dict[str, list[float]] = {}
-    for definition in metric_definitions(Job(data=DataSection(format=format))):
+    for definition in metric_definitions(Job(train=TrainSection(objective=objective))):
         for line in text.splitlines():
             if match := re.search(definition["Regex"], line):
                 values.setdefault(definition["Name"], []).append(float(match[1]))
@@ -36,13 +35,13 @@ def read_metrics(text: str, format: Format = "text") -> dict[str, list[float]]:
 
 
 def test_definitions_fit_the_limits_of_sagemaker() -> None:
-    for format in FORMATS:
-        definitions = metric_definitions(Job(data=DataSection(format=format)))
+    for objective in OBJECTIVES:
+        definitions = metric_definitions(Job(train=TrainSection(objective=objective)))
         assert len({item["Name"] for item in definitions}) == len(definitions) <= 40
         assert all(len(item["Name"]) <= 255 for item in definitions)
         assert all(len(item["Regex"]) <= 500 for item in definitions)
         assert all(re.compile(item["Regex"]).groups == 1 for item in definitions)
-    assert len(definitions) == STEP_LINE.count("{") + 2 + 4
+    assert len(definitions) == STEP_LINE.count("{") + 2 + 5
 
 
 def test_expressions_read_the_lines_of_a_run() -> None:
@@ -54,7 +53,7 @@ def test_expressions_read_the_lines_of_a_run() -> None:
     second = record(2, peak_flops=None, eval_loss=3.5, loss=float("nan"), grad_norm=float("inf"))
     sink.write(first)
     sink.write(second)
-    assert read_metrics(out.getvalue(), "preferences") == {
+    assert read_metrics(out.getvalue(), "dpo") == {
         "step": [1, 2],
         "loss": [first.loss],
         "tokens_per_second": [first.tokens_per_second, second.tokens_per_second],

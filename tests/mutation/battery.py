@@ -245,7 +245,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
             "model__dense_layers": 0,
             "model__balance_rate": 0,
             "train__objective": "dpo",
-            "train__dpo_beta": 0.3,
+            "train__preference_beta": 0.3,
             "model__renormalize": False,
         },
         "preferences",
@@ -400,7 +400,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         "text",
     ),
     "llama, preferences": (
-        {**DENSE, "train__objective": "dpo", "train__dpo_beta": 0.3},
+        {**DENSE, "train__objective": "dpo", "train__preference_beta": 0.3},
         "preferences",
     ),
     "lora": ({**DENSE, **LORA}, "text"),

@@ -43,6 +43,7 @@ ALWAYS_EFFECTIVE = frozenset(
     for name in names.split()
 )
 
+PAIRS = "data.format=preferences"
 PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
 H100 = cluster_machine(parse_cluster("2x8xH100"))
 ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))
@@ -68,8 +69,13 @@ CASES = [
     ("data.fields=prompt=q", "", 1, "data.format=chat", 1),
     ("data.roles=client=user", "", 1, "data.format=chat", 1),
     ("data.vocab_size=600", "data.tokenizer=tokenizer.json", 1, "", 1),
-    ("train.dpo_beta=0.2", "", 1, "train.objective=dpo data.format=preferences", 1),
-    ("train.dpo_beta=0.2", "", 1, "train.objective=mine:loss", 1),
+    ("train.preference_beta=0.2", "", 1, "train.objective=dpo data.format=preferences", 1),
+    ("train.preference_beta=0.2", "", 1, "train.objective=mine:loss", 1),
+    ("train.preference_label_smoothing=0.1", f"{PAIRS} train.objective=ipo", 1,
+     f"{PAIRS} train.objective=simpo", 1),
+    ("train.sft_weight=0.1", f"{PAIRS} train.objective=orpo", 1, f"{PAIRS} train.objective=ipo", 1),
+    ("train.simpo_gamma=1", f"{PAIRS} train.objective=dpo", 1,
+     f"{PAIRS} train.objective=simpo", 1),
     ("lora.alpha=32", "", 1, "lora.rank=4", 1),
     ("lora.rank_stabilized=true", "", 1, "lora.rank=4", 1),
     ("lora.dropout=0.1", "lora.rank=4 lora.targets=embed_tokens", 1, "lora.rank=4", 1),

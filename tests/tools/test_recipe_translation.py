@@ -143,7 +143,7 @@ DPO = {
     "warmup_ratio": 0.05,
     "max_steps": 400,
     "beta": 0.2,
-    "loss_type": ["ipo"],
+    "loss_type": ["hinge"],
     "max_length": 512,
     "bf16": True,
     "eval_strategy": "steps",
@@ -488,7 +488,13 @@ def test_axolotl_values_are_converted(tmp_path: Path) -> None:
 
 def test_trl_dpo_values_are_converted(tmp_path: Path) -> None:
     found = translate(tmp_path, "a.json", json.dumps(DPO))
-    names = ("train.objective", "train.dpo_beta", "data.format", "data.path", "train.seq_len")
+    names = (
+        "train.objective",
+        "train.preference_beta",
+        "data.format",
+        "data.path",
+        "train.seq_len",
+    )
     assert keys_of(found, *names) == ("dpo", 0.2, "preferences", "hf://org/pairs", 512)
     steps = ("train.steps", "train.global_batch_size", "optim.warmup_steps", "train.eval_interval")
     assert keys_of(found, *steps) == (400, 16, 20, 100)
@@ -557,11 +563,114 @@ def test_trl_loss_on_all_turns_is_noted(tmp_path: Path) -> None:
     assert not any("assistant_only_loss" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("name", ["num_generations", "desirable_weight", "cpo_alpha"])
-def test_trl_trainer_with_another_loss_is_refused(tmp_path: Path, name: str) -> None:
+PAIR_DATA = {"model_name_or_path": "a/b", "dataset_name": "a/c", "max_length": 512, "max_steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"beta": 0.2, "loss_type": "ipo"}, {"objective": "ipo", "preference_beta": 0.2}),
+        (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], "beta": 0.1},
+            {"objective": "dpo", "sft_weight": 0.3},
+        ),
+        (
+            {"beta": 0.1, "rpo_alpha": 0.5, "label_smoothing": 0.1},
+            {"objective": "dpo", "sft_weight": 0.5, "preference_label_smoothing": 0.1},
+        ),
+        (
+            {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.5},
+            {
+                "objective": "simpo",
+                "sft_weight": 0.0,
+                "simpo_gamma": 1.2,
+                "preference_beta": 2.5,
+            },
+        ),
+        # The defaults of CPOConfig.
+        (
+            {"loss_type": "simpo", "simpo_gamma": 0.7},
+            {"objective": "simpo", "sft_weight": 1.0, "preference_beta": 0.1},
+        ),
+    ],
+)
+def test_trl_objective_is_translated(
+    tmp_path: Path, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = translate(tmp_path, "a.json", json.dumps(PAIR_DATA | options))
+    keys = {f"train.{name}": value for name, value in expected.items()}
+    assert {key: found.recipe.get(key) for key in keys} == keys
+    assert keys_of(found, "data.format", "optim.lr") == ("preferences", 1e-6)
+    assert found.unsupported == {}
+    assert read_written(tmp_path, found)[2] == []
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("orpo", "orpo"), ("cpo", "simpo")])
+def test_trl_config_as_saved_is_translated(tmp_path: Path, kind: str, expected: str) -> None:
+    """The JSON has every field, so that ORPO differs from DPO."""
+    module = pytest.importorskip(f"trl.experimental.{kind}")
+    options = {"loss_type": "simpo"} if kind == "cpo" else {}
+    config = getattr(module, f"{kind.upper()}Config")(
+        str(tmp_path), use_cpu=True, bf16=False, beta=0.4, max_steps=9, **options
+    )
+    found = translate(tmp_path, "a.json", config.to_json_string())
+    names = ("train.objective", "train.preference_beta", "data.format")
+    assert keys_of(found, *names) == (expected, 0.4, "preferences")
+    assert found.unsupported == {}
+
+
+def test_trl_beta_alone_notes_that_orpo_has_it_too(tmp_path: Path) -> None:
+    found = translate(tmp_path, "a.json", json.dumps(PAIR_DATA | {"beta": 0.1}))
+    assert found.recipe["train.objective"] == "dpo"
+    assert any("train.objective = orpo" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rl": "ipo", "rl_beta": 0.2}, {"objective": "ipo", "preference_beta": 0.2}),
+        (
+            {"rl": "dpo", "rpo_alpha": 0.5, "dpo_label_smoothing": 0.1},
+            {"objective": "dpo", "sft_weight": 0.5, "preference_label_smoothing": 0.1},
+        ),
+        ({"rl": "orpo", "orpo_alpha": 0.3}, {"objective": "orpo", "preference_beta": 0.3}),
+        (
+            {"rl": "simpo", "simpo_gamma": 0.8, "rl_beta": 2.0},
+            {
+                "objective": "simpo",
+                "simpo_gamma": 0.8,
+                "preference_beta": 2.0,
+                "sft_weight": 1.0,
+            },
+        ),
+        (
+            {"rl": "simpo", "cpo_alpha": 0.0},
+            {"preference_beta": 0.1, "sft_weight": 0.0},
+        ),
+    ],
+)
+def test_axolotl_objective_is_translated(
+    tmp_path: Path, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    tree = {"base_model": "a/b", "datasets": [{"path": "a/c", "type": "chat_template.default"}]}
+    found = translate(
+        tmp_path, "a.yaml", json.dumps(tree | options | {"max_steps": 9, "save_steps": 9})
+    )
+    keys = {f"train.{name}": value for name, value in expected.items()}
+    assert {key: found.recipe.get(key) for key in keys} == keys
+    assert found.recipe["data.format"] == "preferences"
+    assert found.unsupported == {}
+    assert read_written(tmp_path, found)[2] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_generations": 4}, {"desirable_weight": 4}, {"cpo_alpha": 4, "loss_type": "sigmoid"}],
+)
+def test_trl_trainer_with_another_loss_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     """GRPO, KTO and CPO have beta, too, and are no DPO."""
-    with pytest.raises(InvalidConfig, match=name):
-        translate(tmp_path, "a.json", json.dumps(SFT | {"beta": 0.1, name: 4}))
+    with pytest.raises(InvalidConfig, match=[*options][-1]):
+        translate(tmp_path, "a.json", json.dumps(SFT | {"beta": 0.1} | options))
 
 
 def test_wsd_of_transformers_decays_after_warmup(tmp_path: Path) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
+import shutil
 import signal
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +70,7 @@ DPO: Overrides = [
     *MODEL,
     ("data.format", "preferences"),
     ("train.objective", "dpo"),
-    ("train.dpo_beta", "0.5"),
+    ("train.preference_beta", "0.5"),
 ]
 
 
@@ -142,21 +147,21 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     params = dict(trainable_parameters(built.model_parts))
     grads = {name: full_tensor(param.grad).clone() for name, param in params.items()}
     if tamper == "plain":
-        results["plain"] = plain_dpo(built.model_parts[0], batches, job.train.dpo_beta)
+        results["plain"] = plain_loss(built.model_parts[0], batches, job.train)
     return results | {"loss": loss.item(), "grads": grads}
 
 
-def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, Any]:
-    """Compute DPO by the paper's formula, one answer at a time, without weft's engine."""
+def plain_loss(model: nn.Module, batches: list[Batch], section: TrainSection) -> dict[str, Any]:
+    """Compute an objective by its paper's formula, one answer at a time, without weft's engine."""
     for param in model.parameters():
         param.grad = None
-    losses = []
+    losses, tokens_losses, num_tokens = [], [], 0
     for batch in batches:
         assert batch.documents_BT is not None
         assert batch.references_BP2 is not None
         has_targets_BT = batch.targets_BT != IGNORE_INDEX
         for row, pair in itertools.product(*map(range, batch.references_BP2.shape[:2])):
-            ratios = []
+            logprobs, lengths = [], []
             is_pair = batch.documents_BT[row] // 2 == pair
             if not (is_pair & has_targets_BT[row]).any():
                 continue
@@ -165,13 +170,36 @@ def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, 
                 tokens, targets = batch.tokens_BT[row, mask], batch.targets_BT[row, mask]
                 log_p = torch.log_softmax(model(tokens[None])[0].double(), dim=-1)
                 known = targets != IGNORE_INDEX
-                of_targets = log_p[known].gather(1, targets[known][:, None])
-                ratios.append(of_targets.sum() - batch.references_BP2[row, pair, answer].double())
-            losses.append(-torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1]))))
-    loss = torch.stack(losses).mean()
+                logprobs.append(log_p[known].gather(1, targets[known][:, None]).sum())
+                lengths.append(len(targets[known]))
+            references = batch.references_BP2[row, pair].double()
+            losses.append(plain_pair_loss(section, logprobs, lengths, references))
+            tokens_losses.append(-logprobs[0])
+            num_tokens += lengths[0]
+    weight = 1.0 if section.objective == "orpo" else section.sft_weight
+    loss = torch.stack(losses).mean() + weight * torch.stack(tokens_losses).sum() / num_tokens
     loss.backward()  # type: ignore[no-untyped-call]
     grads = {name: full_tensor(p.grad).clone() for name, p in trainable_parameters([model])}
     return {"loss": loss.item(), "grads": grads}
+
+
+def plain_pair_loss(
+    section: TrainSection, logprobs: list[Tensor], lengths: list[int], references: Tensor
+) -> Tensor:
+    """Return the loss of one pair of answers."""
+    beta, smoothing = section.beta, section.preference_label_smoothing
+    ratios = [logprob - known for logprob, known in zip(logprobs, references, strict=True)]
+    if section.objective == "ipo":
+        return (ratios[0] / lengths[0] - ratios[1] / lengths[1] - 1 / (2 * beta)) ** 2
+    means = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
+    if section.objective == "orpo":
+        odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+        return -beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+    margin = beta * (ratios[0] - ratios[1])
+    if section.objective == "simpo":
+        margin = beta * (means[0] - means[1]) - section.simpo_gamma
+    right, wrong = torch.log(torch.sigmoid(margin)), torch.log(torch.sigmoid(-margin))
+    return -(1 - smoothing) * right - smoothing * wrong
 
 
 def expect_same(result: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
@@ -277,6 +305,68 @@ def test_dpo_layouts_gradients_equal_one_process(
             assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+OBJECTIVES: dict[str, Overrides] = {
+    "dpo": [("train.preference_label_smoothing", "0.2"), ("train.sft_weight", "0.5")],
+    "ipo": [("train.preference_beta", "0.3"), ("train.sft_weight", "0.2")],
+    "orpo": [("train.preference_beta", "0.7")],
+    "simpo": [("train.preference_label_smoothing", "0.1"), ("train.simpo_gamma", "0.8")],
+}
+
+
+def objective_keys(name: str) -> Overrides:
+    format_ = ("data.format", "preferences")
+    return [*MODEL, format_, ("train.objective", name), *OBJECTIVES[name]]
+
+
+@pytest.fixture(scope="module")
+def one_process(texts: dict[str, str]) -> Callable[[str], dict[str, Any]]:
+    """Return the results of one process by objective."""
+
+    @cache
+    def train(name: str) -> dict[str, Any]:
+        [result] = run_ranks(gradients, 1, objective_keys(name), texts["preferences"], "plain")
+        return dict(result)
+
+    return train
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective_gradients_equal_the_formula(
+    name: str, one_process: Callable[[str], dict[str, Any]]
+) -> None:
+    expect_same(one_process(name), one_process(name)["plain"])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dpo", "tp2 train.microbatch_size=3"),
+        ("ipo", "cp2 train.microbatch_size=3"),
+        ("orpo", "pp2 train.microbatch_size=3"),
+        ("simpo", "dp_shard2"),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.slow)
+            for name in OBJECTIVES
+            for layout in (
+                *("dp_shard2 train.microbatch_size=1", "tp2", "cp2", "pp2", "dp_replicate2"),
+                *("train.microbatch_size=3", "cp2 pp2 train.microbatch_size=3"),
+                "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
+            )
+        ),
+    ],
+)
+def test_objective_layouts_gradients_equal_one_process(
+    name: str, layout: str, texts: dict[str, str], one_process: Callable[[str], dict[str, Any]]
+) -> None:
+    ranks, overrides = parse(layout)
+    keys = objective_keys(name) + overrides
+    expected = one_process(name)
+    for rank in merged(run_ranks(gradients, ranks, keys, texts["preferences"], timeout=180)):
+        expect_same(rank, expected)
+        for ours, theirs in zip(rank["metrics"], expected["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
+
+
 def test_dpo_with_lora_references_are_the_frozen_model(
     texts: dict[str, str], one_dpo: dict[str, Any]
 ) -> None:
@@ -296,7 +386,7 @@ def test_dpo_with_lora_references_are_the_frozen_model(
 
 def test_dpo_sums_each_pair_and_padding_counts_for_nothing() -> None:
     """The first sequence has two pairs, the second one, and the third is padding."""
-    objective = dpo(TrainSection(objective="dpo", dpo_beta=0.5))
+    objective = dpo(TrainSection(objective="dpo", preference_beta=0.5))
     none = IGNORE_INDEX
     targets = torch.tensor([[1, 2, 3, 4, 5, 6], [1, none, 3, none, none, none], [none] * 6])
     documents = torch.tensor([[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 2, 2], [0, 0, 1, 2, 3, 4]])
@@ -406,6 +496,47 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
     extra = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
     with pytest.raises(RankError, match="the log-probabilities of the initial model are missing"):
         run_ranks(train_rank, 1, extra, text)
+
+
+@pytest.mark.parametrize("name", ["ipo", "orpo", "simpo"])
+def test_objective_run_learns_preferences_and_resumes_bitwise(
+    name: str, texts: dict[str, str], tmp_path: Path
+) -> None:
+    text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"
+    keys = [*objective_keys(name), *RUN, ("train.sft_weight", "0.1")]
+    run_ranks(train_rank, 1, [*keys, ("run.dir", str(one))], text)
+    result = read_rows(one)
+    assert result[-1]["metrics"]["reward_margin"] > result[0]["metrics"]["reward_margin"]
+    assert result[-1]["metrics"]["chosen_nll"] < result[0]["metrics"]["chosen_nll"]
+    assert result[-1]["eval_loss"] < result[2]["eval_loss"]
+    assert bool([*one.glob("references-*")]) == (name == "ipo")
+    fault = ("resilience.faults", '[{site = "step", passing = 5, kind = "raise"}]')
+    for attempt in range(2):
+        context = pytest.raises(RankError, match="injected fault") if not attempt else nullcontext()
+        with context:
+            run_ranks(train_rank, 1, [*keys, fault, ("run.dir", str(two))], text)
+    assert read_rows(two) == result
+
+
+def test_objective_of_a_mixture_has_the_loss_of_each_source(
+    texts: dict[str, str], tmp_path: Path
+) -> None:
+    """Both terms of ORPO have their own counts in each source."""
+    text = texts["preferences"]
+    files = ["mixture.json", "tokenizer.json"]
+    entries = [{"name": name, "share": 0.5, "store": text} for name in ("a", "b")]
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / files[0]).write_text(json.dumps(entries))
+    shutil.copy(Path(text) / files[1], tmp_path / "mixed")
+    keys = [*objective_keys("orpo"), *RUN, ("train.steps", "1"), ("optim.lr", "1e-20")]
+    keys += [("train.eval_sequences", "64")]
+    run_ranks(train_rank, 1, [*keys, ("run.dir", str(tmp_path / "one"))], text)
+    mixed = [("data.mixture", "a=0.5,b=0.5"), ("run.dir", str(tmp_path / "two"))]
+    run_ranks(train_rank, 1, [*keys, *mixed], str(tmp_path / "mixed"))
+    [one], [two] = records(tmp_path / "one"), records(tmp_path / "two")
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    for name in ("a", "b"):
+        assert two[f"eval_loss/{name}"] == pytest.approx(one["eval_loss"], rel=1e-5)
 
 
 def test_dpo_stop_in_the_references_ends_before_the_first_step(

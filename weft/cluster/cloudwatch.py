@@ -21,7 +21,8 @@ def metric_definitions(job: Job) -> list[dict[str, str]]:
     """Return the ``MetricDefinitions`` of a run, also those of preferences."""
     from weft.train.loss import OBJECTIVES  # imports torch
 
-    metrics = OBJECTIVES["dpo"](job.train).metrics if job.data.has_preferences else ()
+    objective = OBJECTIVES.get(job.train.objective)  # a user's is not imported here
+    metrics = objective(job.train).metrics if objective is not None else ()
     texts = STEP_LINE.split("  ") + [f"{name} {{{name}:}}" for name in metrics]
     patterns = {"step": f"step {NUMBER}/[0-9]+  "}
     patterns |= {FIELD.findall(text)[0]: f"{STEP}{FIELD.sub(NUMBER, text)}  " for text in texts}

@@ -303,6 +303,10 @@ class DataSection(Section):
         return not self.is_text or self.packing != "windows"
 
 
+PAIR_OBJECTIVES = ("dpo", "ipo", "orpo", "simpo")
+REFERENCE_OBJECTIVES = ("dpo", "ipo")  # they need log-probabilities of the initial model
+
+
 class TrainSection(Section):
     """The length of the run, its batches and its objective."""
 
@@ -328,10 +332,24 @@ class TrainSection(Section):
     )
     objective: Text = key(
         "next_token",
-        "loss function: next_token, dpo (with data.format=preferences), or module:function",
+        "loss function: next_token; dpo, ipo, orpo or simpo (with data.format=preferences); or "
+        "module:function",
     )
-    dpo_beta: Annotated[float, Field(gt=0)] = key(
-        0.1, "dpo: strength of the penalty for leaving the reference model"
+    preference_beta: Annotated[float, Field(gt=0)] | Auto = key(
+        "auto",
+        "dpo, ipo: strength of the penalty for leaving the reference model; orpo: weight of the "
+        "odds ratio; simpo: scale of the reward; auto: 0.1, simpo 2",
+    )
+    preference_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = key(
+        0.0, "dpo, simpo: share of the pairs that count as labeled the wrong way round"
+    )
+    sft_weight: Annotated[float, Field(ge=0)] = key(
+        0.0,
+        "dpo, ipo, simpo: weight of the mean loss of the chosen answers' tokens, which is added; "
+        "orpo has it with weight 1",
+    )
+    simpo_gamma: Annotated[float, Field(ge=0)] = key(
+        0.5, "simpo: margin of the reward by which a chosen answer has to be better"
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0,
@@ -343,6 +361,18 @@ class TrainSection(Section):
     )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "validation sequences per evaluation")
+
+    @property
+    def beta(self) -> float:
+        """``preference_beta``, or the usual value of the objective."""
+        if self.preference_beta != "auto":
+            return self.preference_beta
+        return 2.0 if self.objective == "simpo" else 0.1
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Return True if the objective needs pairs of preferences."""
+        return self.objective in PAIR_OBJECTIVES
 
     @property
     def known_steps(self) -> int:

@@ -341,11 +341,12 @@ class Pairs:
         return len(self.packed.packed.starts) // 2
 
     def get_batch(self, indices: Ints) -> Batch:
-        """Return sequences of pairs, with reference log-probabilities if known."""
+        """Return sequences of pairs; unknown reference log-probabilities are 0."""
         batch, packed = self.packed.get_batch(indices), self.packed.packed
+        references_BP2 = torch.zeros(len(indices), self.width, 2)
         if self.references is None:
-            return batch
-        references_BP2 = self.references.new_zeros(len(indices), self.width, 2)
+            return batch._replace(references_BP2=references_BP2)
+        references_BP2 = references_BP2.to(self.references.dtype)
         for row, sample in enumerate(indices.tolist()):
             documents = packed.document_order[packed.offsets[sample] : packed.offsets[sample + 1]]
             pairs = torch.from_numpy(documents[::2] // 2)

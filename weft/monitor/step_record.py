@@ -76,7 +76,7 @@ class StepRecord:
     """
 
     step: int  # optimizer steps since the run began
-    # Training loss over the global batch, in nats per token (DPO: per pair); the perplexity is
+    # Training loss over the global batch, in nats per token (preferences: pair); the perplexity is
     # exp(loss).
     loss: float
     grad_norm: float  # global L2 norm of the gradients, before clipping

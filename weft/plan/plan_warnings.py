@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from weft.config.errors import capitalize
 from weft.config.formatting import format_value
-from weft.config.schema import Job, PrecisionSection, flatten
+from weft.config.schema import PAIR_OBJECTIVES, Job, PrecisionSection, flatten
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.dispatch_rules import has_fixed_buffers
 from weft.plan.lora_plan import adapts_blocks, outer_targets, plan_cost
@@ -99,6 +99,15 @@ _CHAT = EffectRule(
 )
 
 
+def _of_objectives(*names: str) -> EffectRule:
+    """Return the rule of a key that these values of ``train.objective`` read."""
+    return EffectRule(
+        lambda plan: plan.objective in names or _is_user_defined(plan.objective),
+        f"the objective is not {' or '.join(names)} (train.objective)",
+        f"Set train.objective={names[0]} and data.format=preferences",
+    )
+
+
 def _stages_remedy(plan: Plan) -> str:
     """Return the change that gives ``pipeline.stages_per_rank`` an effect."""
     section = plan.job.pipeline
@@ -139,11 +148,10 @@ EFFECT_RULES: dict[str, EffectRule] = {
         lambda plan: plan.job.data.trains_tokenizer,
         "weft reads the tokenizer from a file (data.tokenizer) and does not train one",
     ),
-    "train.dpo_beta": EffectRule(
-        lambda plan: plan.objective == "dpo" or _is_user_defined(plan.objective),
-        "the objective is not dpo (train.objective)",
-        "Set train.objective=dpo and data.format=preferences",
-    ),
+    "train.preference_beta": _of_objectives(*PAIR_OBJECTIVES),
+    "train.preference_label_smoothing": _of_objectives("dpo", "simpo"),
+    "train.sft_weight": _of_objectives("dpo", "ipo", "simpo"),
+    "train.simpo_gamma": _of_objectives("simpo"),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "lora.dropout": EffectRule(

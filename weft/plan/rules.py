@@ -12,7 +12,14 @@ import re
 from typing import Any
 
 from weft.config.errors import ConfigErrors
-from weft.config.schema import MIN_VOCAB_SIZE, MOST, Job, steps_of
+from weft.config.schema import (
+    MIN_VOCAB_SIZE,
+    MOST,
+    PAIR_OBJECTIVES,
+    REFERENCE_OBJECTIVES,
+    Job,
+    steps_of,
+)
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import (
@@ -196,7 +203,9 @@ def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims)
         errors.add("train.world_size_invariant", order, remedy, (key,))
     if job.resilience.on_anomaly != "stop":
         errors.add("resilience.on_anomaly", rule, "use stop", (key,))
-    if job.train.objective == "dpo":  # its reference log-probabilities are in the run directory
+    if (
+        job.train.objective in REFERENCE_OBJECTIVES
+    ):  # the log-probabilities are in the run directory
         errors.add("train.objective", rule, "use resilience.lighthouse=none", (key,))
     if job.checkpoint.is_in_run_dir:
         rule = "gives each replica group its own checkpoints (resilience.lighthouse)"
@@ -224,10 +233,11 @@ def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:
 def _check_objective(errors: ConfigErrors, job: Job) -> None:
     key, objective = "train.objective", job.train.objective
     has_preferences = job.data.has_preferences
-    if objective == "dpo" and not has_preferences:
+    if job.train.compares_pairs and not has_preferences:
         errors.add(key, "needs preference data", "use data.format=preferences", ("data.format",))
     if objective == "next_token" and has_preferences:
-        rule, remedy = "would also train on rejected answers", "use dpo, or data.format=chat"
+        rule = "would also train on rejected answers"
+        remedy = f"use {', '.join(PAIR_OBJECTIVES)}, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))
     if job.train.label_smoothing and objective != "next_token":
         rule = f"spreads the target of a token, but train.objective={objective} compares others"

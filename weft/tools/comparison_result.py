@@ -61,7 +61,9 @@ LOSS_KEYS = (
 # nothing else is noise.
 KEYS_WITHOUT_SPEED = frozenset(
     {
-        *("train.seed", "train.steps", "train.epochs", "train.dpo_beta", "train.mtp_weight"),
+        *("train.seed", "train.steps", "train.epochs", "train.mtp_weight"),
+        *("train.preference_beta", "train.preference_label_smoothing", "train.sft_weight"),
+        "train.simpo_gamma",
         *("optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay"),
         *("optim.momentum", "optim.schedule", "optim.warmup_steps", "optim.decay_fraction"),
         *("optim.min_lr_ratio", "lora.alpha", "lora.lr_ratio", "lora.rank_stabilized"),
@@ -371,7 +373,15 @@ def _run_dir(directory: Path, variants: Sequence[Variant], trial: TrialResult) -
 
 def _loss_config(variant: Variant) -> list[Any]:
     flat, train = flatten(variant.job), variant.job.train
-    return [*(flat[key] for key in LOSS_KEYS), train.dpo_beta * (train.objective == "dpo")]
+    values = [flat[key] for key in LOSS_KEYS]
+    if train.compares_pairs:
+        values += [
+            train.beta,
+            train.preference_label_smoothing,
+            train.sft_weight,
+            train.simpo_gamma,
+        ]
+    return values
 
 
 def _truncate(value: Any) -> str:

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.schema import SECTIONS
+from weft.config.schema import PAIR_OBJECTIVES, SECTIONS
 from weft.models import FAMILIES
 from weft.models.decoder_config import DecoderConfig
 from weft.optim.optimizer import OPTIMIZERS
@@ -103,6 +103,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.expert_limit": ("1.5",),
     "model.mtp_layers": ("1", "2"),
     "train.objective": tuple(OBJECTIVES),
+    "train.preference_beta": ("0.05", "0.5"),
+    "train.preference_label_smoothing": ("0.1", "0.3"),
+    "train.sft_weight": ("0.3", "1"),
     "lora.rank": ("2", "3"),
     "lora.targets": (
         *("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
@@ -163,8 +166,12 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
     },
     "model.router_aux_loss_scope": {"model.router_aux_loss_coef": "0.1"},
     "train.mtp_weight": {"model.mtp_layers": "1"},
-    "train.dpo_beta": {"train.objective": "dpo"},
-    "train.objective=dpo": {"data.format": "preferences"},
+    **{
+        f"train.{name}": {"train.objective": "dpo"}
+        for name in ("preference_beta", "preference_label_smoothing", "sft_weight")
+    },
+    "train.simpo_gamma": {"train.objective": "simpo"},
+    **{f"train.objective={name}": {"data.format": "preferences"} for name in PAIR_OBJECTIVES},
     "data.format=preferences": {"train.objective": "dpo"},
     **{
         f"lora.{name}": {"lora.rank": "2"}

@@ -31,7 +31,7 @@ from weft.config.peer_configs import (
 )
 from weft.config.peer_names import load_peer_answers, load_peer_names
 from weft.config.reader import check_section
-from weft.config.schema import SECTIONS
+from weft.config.schema import PAIR_OBJECTIVES, SECTIONS
 from weft.data.chat_rows import FIELDS, MESSAGE_FIELDS, ROLE_NAMES
 
 Json = dict[str, Any]
@@ -73,6 +73,12 @@ LISTS = (
     *("model.converters", "*.filter_fqns", "plugins", "*datasets", "report_to"),
     *("pretraining_dataset", "*target_modules", "tokens", "*special_tokens"),
 )
+# Names of TRL's trainers of pairs.
+PREFERENCE_NAMES = (
+    *("beta", "precompute_ref_log_probs", "ref_model_sync_steps", "rpo_alpha", "cpo_alpha"),
+    "simpo_gamma",
+)
+OBJECTIVE_NAMES = ("next_token", *PAIR_OBJECTIVES)
 DEVICES_PER_NODE = 8
 DEVICE = "H100"
 SHELL_VARIABLE = "$"
@@ -1334,9 +1340,9 @@ def _from_huggingface(t: Translation) -> None:
     v = t.values
     if other := sorted(t.given & set(t.tables["other_trainers"])):
         rule = "is a name of a trainer whose loss weft does not have"
-        remedy = "files of SFT and DPO are translated; train.objective = module:function"
+        remedy = "files of SFT, DPO, ORPO and SimPO are translated; train.objective=module:function"
         raise InvalidConfig([ConfigError(other[0], v[other[0]], rule, remedy)])
-    is_dpo = any(n in v for n in ("beta", "precompute_ref_log_probs", "ref_model_sync_steps"))
+    is_dpo = any(n in v for n in PREFERENCE_NAMES)
     is_sft = any(n in v for n in ("max_length", "packing", "assistant_only_loss"))
     if is_dpo or is_sft:
         for name, value in t.tables["trl_defaults"].items():
@@ -1378,9 +1384,7 @@ def _from_huggingface(t: Translation) -> None:
         t.notes.append("The file names no data, which a script loads: set data.path.")
     if is_dpo:
         t.skip("label_smoothing_factor", "DPO of TRL does not read it")
-        t.set("data.format", "preferences", "beta")
-        t.set("train.objective", "dpo", "beta")
-        t.values.setdefault("beta", 0.1)
+        _trl_preferences(t)
     elif is_sft and "dataset_text_field" not in v:
         t.set("data.format", "chat", "max_length", note="text for plain documents")
     elif is_sft:
@@ -1429,12 +1433,63 @@ def _from_huggingface(t: Translation) -> None:
     )
 
 
+def _trl_preferences(t: Translation) -> None:
+    """Set the objective of DPOTrainer, ORPOTrainer or CPOTrainer."""
+    v = t.values
+    t.set("data.format", "preferences", *PREFERENCE_NAMES)
+    v.setdefault("beta", 0.1)
+    given = v.get("loss_type") or "sigmoid"
+    losses = given if isinstance(given, list) else [given]
+    if "cpo_alpha" in v or "simpo_gamma" in v:
+        if losses != ["simpo"]:
+            rule = "is a loss of CPO, which weft does not have"
+            remedy = "loss_type=simpo is translated; train.objective=module:function"
+            raise InvalidConfig([ConfigError("loss_type", given, rule, remedy)])
+        t.take("loss_type")
+        t.set("train.objective", "simpo", "loss_type")
+        t.set("train.sft_weight", t.take("cpo_alpha", 1.0), "cpo_alpha")
+    elif "loss_type" not in v and ("padding_value" in v or "is_encoder_decoder" in v):
+        t.set("train.objective", "orpo", "beta", note="names of ORPOConfig")
+        t.notes.append("TRL's ORPO also trains the prompt of the chosen answer; weft its answer.")
+    else:
+        weights = t.take("loss_weights") or [1.0] * len(losses)
+        by_loss = dict(zip(map(str, losses), weights, strict=False))
+        sft_weight = by_loss.pop("sft", None)
+        objective = {"sigmoid": "dpo", "ipo": "ipo"}.get("+".join(by_loss))
+        if objective and [*by_loss.values()] == [1.0]:
+            t.take("loss_type")
+        t.set("train.objective", objective or "dpo", "loss_type", "beta")
+        if sft_weight is not None:
+            t.set("train.sft_weight", sft_weight, "loss_weights", "loss_type")
+        if not t.given & {"loss_type", "loss_weights", "rpo_alpha", "precompute_ref_log_probs"}:
+            t.notes.append(
+                "DPOConfig and ORPOConfig have the same names. The file is taken as DPO's: of a "
+                "script with ORPOTrainer set train.objective = orpo."
+            )
+    if smoothing := t.take("label_smoothing"):
+        note = "conservative DPO; with sigmoid, new versions of TRL ignore it"
+        t.set("train.preference_label_smoothing", smoothing, "label_smoothing", note=note)
+
+
+def _axolotl_preferences(t: Translation, rl: str) -> None:
+    """Set the objective of axolotl's ``rl``, whose defaults are TRL's."""
+    t.set("data.format", "preferences", "rl")
+    t.set("train.objective", rl, "rl")
+    if rl == "orpo":
+        t.values["rl_beta"] = t.take("orpo_alpha") or t.values.get("rl_beta") or 0.1
+        t.notes.append("TRL's ORPO also trains the prompt of the chosen answer; weft its answer.")
+    if rl == "simpo":
+        t.values["rl_beta"] = t.values.get("rl_beta") or 0.1
+        weight = t.take("cpo_alpha")
+        t.set("train.sft_weight", 1.0 if weight in (None, "") else weight, "cpo_alpha")
+
+
 def _from_axolotl(t: Translation) -> None:
     v = t.values
     for name in ("rl", "reward_model", "process_reward_model"):
-        if v.get(name) and v[name] != "dpo":
+        if v.get(name) and v[name] not in PAIR_OBJECTIVES:
             rule = "names a loss that weft does not have"
-            remedy = "train.objective is next_token, dpo, or module:function"
+            remedy = f"train.objective is {', '.join(OBJECTIVE_NAMES)}, or module:function"
             raise InvalidConfig([ConfigError(name, v[name], rule, remedy)])
     adapter = t.take("adapter", "")
     if adapter not in ("", "lora", "qlora", "none"):
@@ -1580,9 +1635,8 @@ def _axolotl_data(t: Translation) -> None:
         t.set("data.text_field", next(filter(None, fields)), "datasets.field")
     if len(set(map(str, fields))) > 1:
         t.lack("datasets.field", ", ".join(map(str, fields)), "all sources have one text_field")
-    if rl == "dpo":
-        t.set("data.format", "preferences", "rl")
-        t.set("train.objective", "dpo", "rl")
+    if rl in PAIR_OBJECTIVES:
+        _axolotl_preferences(t, rl)
     elif texts or kind.startswith(("completion", "pretrain")):
         t.set("data.format", "text", "datasets.type")
         t.set(
@@ -1604,7 +1658,7 @@ def _axolotl_data(t: Translation) -> None:
     else:
         t.notes.append("The file names no data: set data.path.")
     if (
-        rl != "dpo"
+        not rl
         and kind
         and not kind.startswith(("chat_template", "sharegpt", "alpaca", "completion", "pretrain"))
     ):
@@ -1612,7 +1666,7 @@ def _axolotl_data(t: Translation) -> None:
             f"datasets.type is {kind}. weft reads messages, prompt and response, or instruction "
             "and output: see docs/fine-tuning.md."
         )
-    if rl != "dpo" and any(k.startswith("alpaca") for k in kinds):
+    if not rl and any(k.startswith("alpaca") for k in kinds):
         t.notes.append(
             "axolotl writes alpaca data as text with headings such as ### Instruction; weft as a "
             "conversation, by the chat template. data.chat_template takes another template."

@@ -15,20 +15,31 @@ sum of these counts, once.  An objective therefore knows no ranks, microbatches 
 as it computes each sequence alone; what belongs together is in one sequence: see
 `weft.data.loader.Pairs`.
 
-*DPO* (Rafailov et al., arXiv:2305.18290, equation 7) raises the probability of the chosen answer y
-against the initial model more than that of the rejected answer z:
+*Preferences.*  The log-probability of an answer is minus the sum of its tokens' losses.  y is the
+chosen answer, z the rejected one, |y| its number of trained tokens, and
 
-    -log sigmoid(beta ((log p(y) - log p0(y)) - (log p(z) - log p0(z))))
+    r(y) = log p(y) - log p0(y)         against the initial model p0
+    m(y) = log p(y) / |y|               the mean over its tokens
 
-The log-probability of an answer is minus the sum of its tokens' losses.  log p0 does not change
-during training: `weft.train.reference_logprobs` computes it once, before the first step, and saves
-two numbers per pair in the run directory, so no second model needs memory or time.
+- *DPO* (arXiv:2305.18290, equation 7): -log sigmoid(beta (r(y) - r(z)));
+- *IPO* (arXiv:2310.12036, equation 17): (r(y) / |y| - r(z) / |z| - 1 / (2 beta))^2;
+- *SimPO* (arXiv:2405.14734, equation 6): -log sigmoid(beta (m(y) - m(z)) - gamma);
+- *ORPO* (arXiv:2403.07691, equation 6): -beta log sigmoid(o(y) - o(z)), with the log odds
+  o(y) = m(y) - log(1 - exp m(y)), plus the mean loss of a token of the chosen answers.
+
+With label smoothing e, a share e of the pairs counts as labeled the wrong way round (conservative
+DPO): -(1 - e) log sigmoid(x) - e log sigmoid(-x).  ``train.sft_weight`` adds the mean loss of a
+token of the chosen answers.  Such a mean has its own count, so a loss has several terms.
+
+log p0 does not change during training: `weft.train.reference_logprobs` computes it once, before the
+first step, and saves two numbers per pair in the run directory, so no second model needs memory or
+time.
 
 A user's objective is a function that takes the section `train` and returns an `Objective`;
 ``train.objective = "module:function"`` names it.
 
 Shapes in names: B sequences, T tokens of a sequence, N = B T, D model width, V vocabulary (or this
-rank's part of it), M metrics, P pairs of a sequence, A answers.
+rank's part of it), M metrics, K terms, P pairs of a sequence, A answers.
 """
 
 from __future__ import annotations
@@ -280,10 +291,17 @@ class _KnownGradients(torch.autograd.Function):
 
 
 class SequenceLosses(NamedTuple):
-    """Loss and metrics of each sequence, as sums over what the sequence counts for."""
+    """Loss and metrics of each sequence, as sums over what the sequence counts for.
+
+    Attributes:
+        loss_B: (B,), or (B, K) of several terms.
+        metrics_BM: without gradient.
+        metric_counts_BM: how much each sequence counts in each metric; None: as in the first term.
+    """
 
     loss_B: Tensor
-    metrics_BM: Tensor  # without gradient
+    metrics_BM: Tensor
+    metric_counts_BM: Tensor | None = None
 
 
 class Objective(NamedTuple):
@@ -291,7 +309,7 @@ class Objective(NamedTuple):
 
     Attributes:
         counts: returns how much each sequence counts, (B,), integers or floats: its targets (the
-            sum of their weights), or its pairs; 0 without targets.
+            sum of their weights), or its pairs; 0 without targets.  With several terms (B, K).
         losses: takes each token's cross-entropy in nats, float32 (B, T), 0 without a target, times
             the token's weight (`Batch.weights_BT`).
         metrics: names of the metrics; weft logs each as a mean over the counts.
@@ -300,6 +318,7 @@ class Objective(NamedTuple):
             the losses of full sequences.
         needs_references: True if batches need log-probabilities of the initial model, which only
             preference data have.
+        terms: K; the loss is the sum of the terms, each a mean over its own counts.
     """
 
     counts: Callable[[Batch], Tensor]
@@ -307,6 +326,7 @@ class Objective(NamedTuple):
     metrics: tuple[str, ...] = ()
     is_token_sum: bool = False
     needs_references: bool = False
+    terms: int = 1
 
 
 def next_token(section: TrainSection) -> Objective:
@@ -332,22 +352,118 @@ def count_targets(batch: Batch) -> Tensor:
     return (has_target_BT * batch.weights_BT.double()).sum(1)
 
 
+REWARDS = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
+# Loss of each pair, (B, P), by the scores of its two answers, (B, P, 2), and the same per token.
+PairLosses = Callable[[Tensor, Tensor], Tensor]
+
+
 def dpo(section: TrainSection) -> Objective:
     """Return direct preference optimization, in nats per pair."""
-    beta = section.dpo_beta
+    beta, smoothing = section.beta, section.preference_label_smoothing
+
+    def pair_losses(scores_BP2: Tensor, means_BP2: Tensor) -> Tensor:
+        return smoothed_logistic_loss(beta * _margin(scores_BP2), smoothing)
+
+    return compare_pairs(section, pair_losses, needs_references=True)
+
+
+def ipo(section: TrainSection) -> Objective:
+    """Return identity preference optimization, a squared error per pair."""
+    beta = section.beta
+
+    def pair_losses(scores_BP2: Tensor, means_BP2: Tensor) -> Tensor:
+        return (_margin(means_BP2) - 1 / (2 * beta)) ** 2
+
+    return compare_pairs(section, pair_losses, needs_references=True)
+
+
+def simpo(section: TrainSection) -> Objective:
+    """Return simple preference optimization, in nats per pair; it has no reference."""
+    beta, smoothing = section.beta, section.preference_label_smoothing
+
+    def pair_losses(scores_BP2: Tensor, means_BP2: Tensor) -> Tensor:
+        margin_BP = beta * _margin(means_BP2) - section.simpo_gamma
+        return smoothed_logistic_loss(margin_BP, smoothing)
+
+    return compare_pairs(section, pair_losses, has_mean_rewards=True)
+
+
+def orpo(section: TrainSection) -> Objective:
+    """Return odds ratio preference optimization; it has no reference.
+
+    The unit is nats per token of the chosen answers, plus nats per pair.
+    """
+    beta = section.beta
+
+    def pair_losses(scores_BP2: Tensor, means_BP2: Tensor) -> Tensor:
+        # A probability that rounds to 1 has no odds.
+        means_BP2 = means_BP2.clamp(max=-torch.finfo(torch.float32).eps)
+        log_odds_BP2 = means_BP2 - torch.log(-torch.expm1(means_BP2))
+        return -beta * F.logsigmoid(_margin(log_odds_BP2))
+
+    section = section.model_copy(update={"sft_weight": 1.0})
+    return compare_pairs(section, pair_losses, has_mean_rewards=True)
+
+
+def compare_pairs(
+    section: TrainSection,
+    pair_losses: PairLosses,
+    *,
+    needs_references: bool = False,
+    has_mean_rewards: bool = False,
+) -> Objective:
+    """Return an objective of pairs; the loss of chosen answers may be a second term.
+
+    Args:
+        section: its ``sft_weight`` is the weight of the second term; 0: there is none.
+        pair_losses: the first term.  A score is a log-probability.
+        needs_references: a score is the difference of the log-probability to the initial model's.
+        has_mean_rewards: rewards, which are only logged, are beta times the score per token.
+    """
+    beta, sft_weight = section.beta, section.sft_weight
+
+    def counts(batch: Batch) -> Tensor:
+        pairs_B = count_pairs(batch)
+        if not sft_weight:
+            return pairs_B
+        return torch.stack((pairs_B, answer_lengths(batch)[..., 0].sum(1)), dim=1)
 
     def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
-        assert batch.references_BP2 is not None
-        rewards_BP2 = beta * (answer_logprobs(losses_BT, batch) - batch.references_BP2)
-        margin_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
-        is_pair_BP = find_pairs(batch)
+        logprobs_BP2 = scores_BP2 = answer_logprobs(losses_BT, batch)
+        if needs_references:
+            assert batch.references_BP2 is not None
+            scores_BP2 = logprobs_BP2 - batch.references_BP2
+        lengths_BP2 = answer_lengths(batch)
+        is_pair_BP = (lengths_BP2 > 0).any(2)
+        means_BP2 = scores_BP2 / lengths_BP2.clamp(min=1)
+        loss_B = (pair_losses(scores_BP2, means_BP2) * is_pair_BP).sum(1)
+        rewards_BP2 = beta * (means_BP2 if has_mean_rewards else scores_BP2)
+        margin_BP = _margin(rewards_BP2)
         metrics = (margin_BP, (margin_BP > 0).float(), rewards_BP2[..., 0], rewards_BP2[..., 1])
         metrics_BPM = torch.stack(metrics, dim=2).detach() * is_pair_BP[..., None]
-        loss_B = (-F.logsigmoid(margin_BP) * is_pair_BP).sum(1)
-        return SequenceLosses(loss_B, metrics_BPM.sum(1))
+        metrics_BM = metrics_BPM.sum(1)
+        if not sft_weight:
+            return SequenceLosses(loss_B, metrics_BM)
+        nll_B, counts_BK = -logprobs_BP2[..., 0].sum(1), counts(batch)
+        return SequenceLosses(
+            torch.stack((loss_B, sft_weight * nll_B), dim=1),
+            torch.cat((metrics_BM, nll_B.detach()[:, None]), dim=1),
+            torch.cat((counts_BK[:, :1].expand_as(metrics_BM), counts_BK[:, 1:]), dim=1),
+        )
 
-    names = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
-    return Objective(count_pairs, losses, names, needs_references=True)
+    names = (*REWARDS, "chosen_nll") if sft_weight else REWARDS
+    terms = 2 if sft_weight else 1
+    return Objective(counts, losses, names, needs_references=needs_references, terms=terms)
+
+
+def smoothed_logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
+    """Return -log sigmoid(margin), with a share ``smoothing`` of the pairs swapped."""
+    loss = -F.logsigmoid(margin)
+    return (1 - smoothing) * loss - smoothing * F.logsigmoid(-margin) if smoothing else loss
+
+
+def _margin(values_BP2: Tensor) -> Tensor:
+    return values_BP2[..., 0] - values_BP2[..., 1]
 
 
 def count_pairs(batch: Batch) -> Tensor:
@@ -357,7 +473,12 @@ def count_pairs(batch: Batch) -> Tensor:
 
 def find_pairs(batch: Batch) -> Tensor:
     """Return True where a sequence has a pair with targets, bool (B, P)."""
-    return (_sum_by_answer((batch.targets_BT != IGNORE_INDEX).long(), batch) > 0).any(2)
+    return (answer_lengths(batch) > 0).any(2)
+
+
+def answer_lengths(batch: Batch) -> Tensor:
+    """Return the number of targets of the answers of each pair, int64 (B, P, 2)."""
+    return _sum_by_answer((batch.targets_BT != IGNORE_INDEX).long(), batch)
 
 
 def answer_logprobs(losses_BT: Tensor, batch: Batch) -> Tensor:
@@ -375,7 +496,13 @@ def _sum_by_answer(values_BT: Tensor, batch: Batch) -> Tensor:
     return (values_BT[:, None] * is_answer_BAT).sum(2).view(shape)
 
 
-OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {"next_token": next_token, "dpo": dpo}
+OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {
+    "next_token": next_token,
+    "dpo": dpo,
+    "ipo": ipo,
+    "orpo": orpo,
+    "simpo": simpo,
+}
 
 
 def build_objective(name: str, section: TrainSection) -> Objective:

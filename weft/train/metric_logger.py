@@ -44,20 +44,21 @@ class RunningMean:
     Args:
         names: names of the means; may be empty.
         device: device of the sums.
+        terms: number of means whose sum has a name.
     """
 
-    def __init__(self, names: Iterable[str], device: torch.device) -> None:
+    def __init__(self, names: Iterable[str], device: torch.device, terms: int = 1) -> None:
         self._names = list(names)
-        self._sums = torch.zeros(len(self._names), 2, device=device)
+        self._sums = torch.zeros(len(self._names), terms, 2, device=device)
 
     def reset(self) -> None:
         """Drop what was added since the last record."""
         self._sums.zero_()
 
     def add(self, sums: Tensor | None) -> None:
-        """Add the sums and counts of a step on this rank: (names, 2), or None."""
+        """Add the sums and counts of a step on this rank: (names, terms, 2), or None."""
         if sums is not None:
-            self._sums += sums
+            self._sums += sums.view_as(self._sums)
 
     def take_means(self) -> Tensor:
         """Return the means of everything added since the last call; a collective."""
@@ -69,15 +70,15 @@ class RunningMean:
         """Reduce sums and counts over all ranks, and divide them; a collective.
 
         Args:
-            sums: (names, 2); None without names.
+            sums: (names, terms, 2); None without names.
 
         Returns:
             Float64 (names,), NaN where the count is 0; the host has not waited for it.
         """
-        total = (self._sums if sums is None else sums).double()
+        total = (self._sums if sums is None else sums.view_as(self._sums)).double()
         if self._names and dist.get_world_size() > 1:
             dist.all_reduce(total)
-        return total[:, 0] / total[:, 1]
+        return (total[..., 0] / total[..., 1]).sum(1)
 
     def by_name(self, means: Sequence[float]) -> dict[str, float] | None:
         """Return the means by name without NaN; None if none is left."""
@@ -122,7 +123,7 @@ class MetricLogger:
             blocks = plan.family.blocks
             self._layer_grad_norms = LayerGradNorms(built.model_parts, blocks)
         self._shares = dataset.shares  # of the sources of a mixture
-        self._sources = RunningMean(self._shares, rank.device)
+        self._sources = RunningMean(self._shares, rank.device, built.train_step.objective.terms)
         self._metrics = RunningMean(built.train_step.metric_names, rank.device)
         self._stragglers = StragglerDetector()
         is_next_token = plan.objective == "next_token"

@@ -24,7 +24,7 @@ from weft.config.files import write_durably
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs
 from weft.data.token_store import SplitName
-from weft.train.loss import SequenceLosses, answer_logprobs, find_pairs
+from weft.train.loss import SequenceLosses, answer_logprobs, count_pairs, find_pairs
 from weft.train.setup import Built
 from weft.train.step import validation_batches
 
@@ -120,7 +120,7 @@ def log_probs(
         return SequenceLosses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
 
     objective, by_source = train_step.objective, train_step.loss_by_source
-    train_step.objective = objective._replace(losses=record_answers)
+    train_step.objective = objective._replace(counts=count_pairs, losses=record_answers, terms=1)
     train_step.loss_by_source = None
     try:
         mixture = Mixture([replace(samples, references=indices_N2)])

@@ -2,7 +2,7 @@
 
 The loss is a sum over targets, divided once by the number of targets in the global batch.  It
 therefore does not depend on how tokens are spread over ranks and microbatches: a loss travels as a
-sum and a count until that division.
+sum and a count until that division.  An objective may add several such terms.
 
 *Multi-token prediction* (DeepSeek-V3, arXiv:2412.19437, section 2.2) adds a gradient, not a value:
 that of ``train.mtp_weight`` times the mean over the K layers of their mean losses.  The loss that
@@ -10,7 +10,7 @@ weft logs is that of the objective.  The targets of the K layers are K B more se
 next-token prediction, the only objective that supports them.
 
 Shapes: B sequences of a microbatch, T tokens of a sequence on this rank, V vocabulary on this rank,
-M metrics of the objective, S sources of a mixture, K layers of multi-token prediction.
+M metrics and C terms of the objective, S sources of a mixture, K layers of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Microbatch(NamedTuple):
 
     Attributes:
         batch: this rank's tokens.
-        divisors: of the summed losses: of the objective, and of multi-token prediction.
+        divisors: of the summed losses: of the objective's terms, or of its only term and of
+            multi-token prediction.
         sequences: what the objective takes: ``batch``, or its full sequences.
         split: tokens of each context-parallel rank; empty: this rank has all.
     """
@@ -78,7 +79,7 @@ class TrainStep:
         owns_loss: True on the ranks whose loss is part of the sum over ranks.  Ranks without the
             last stage have no loss; tensor-parallel ranks compute the same loss, so the first
             owns it.  So do context-parallel ranks, if the objective needs full sequences.
-        loss_by_source: float32 (S, 2): summed loss in nats and its count (tokens, or pairs) for
+        loss_by_source: float32 (S, C, 2): summed loss in nats and its count (tokens, or pairs) for
             each source, on this rank, of the last global batch.  None without a mixture.
         metric_names: the metrics of the objective, or the losses of multi-token prediction.
         metrics: float32 (M or K, 2): sum and count of each of them.  None without any.
@@ -128,7 +129,7 @@ class TrainStep:
         self.owns_loss = last_part is not None and is_first
         self.loss_by_source: Tensor | None = None
         if (num_sources := len(job.data.sources)) > 1:
-            self.loss_by_source = torch.zeros(num_sources, 2, device=device)
+            self.loss_by_source = torch.zeros(num_sources, self.objective.terms, 2, device=device)
         names = (f"mtp_loss/{depth + 1}" for depth in range(num_later))
         self.metric_names = (*self.objective.metrics, *names)
         self.metrics: Tensor | None = None
@@ -267,7 +268,8 @@ class TrainStep:
         if self._float8_gather is not None:
             self._float8_gather.update_scales()
         self._reset_metrics()
-        loss_and_count = torch.zeros(2, dtype=torch.float64, device=self.device)
+        terms = self.objective.terms
+        loss_and_count = torch.zeros(2, terms, dtype=torch.float64, device=self.device)
         # A pipeline takes as many microbatches at once as in training.
         count_at_once = self.plan.num_microbatches if self.schedule is not None else 1
         remaining = iter(batches)
@@ -280,14 +282,14 @@ class TrainStep:
                 losses = [self._forward(microbatches[0])]
             loss_and_count[0] += self._local_loss(losses)
             if self.owns_loss:
-                loss_and_count[1] += self._count(microbatches)[0]
+                loss_and_count[1] += self._count(microbatches)[:terms]
         if dist.get_world_size() > 1:
             dist.all_reduce(loss_and_count)
         for part in self.model_parts:
             part.train()
             reshard(part)
         count = loss_and_count[1]
-        return (loss_and_count[0] / (count + (count == 0))).item()
+        return (loss_and_count[0] / (count + (count == 0))).sum().item()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
         fault_point("microbatch")
@@ -299,11 +301,14 @@ class TrainStep:
         return self._loss(output, microbatch)
 
     def _loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the loss of a microbatch, divided by its divisor.
+        """Return the loss of a microbatch, a sum of terms divided by their divisors.
 
         Args:
             output: logits ((1 + K) B, T, V); with the fused loss the hidden states before the head.
             microbatch: its targets and divisors.
+
+        Returns:
+            A scalar; in an evaluation each term, (C,).
         """
         batch, divisors, sequences, split = microbatch
         weights_BT, scales_B1 = batch.weights_BT, None
@@ -317,9 +322,8 @@ class TrainStep:
                 if self._gathers_losses:
                     losses_BT = gather_values(losses_BT, cast(Any, self.mesh.cp_group), split)
                 losses = self.objective.losses(losses_BT, sequences)
-                total = (
-                    losses.loss_B.sum() if scales_B1 is None else losses.loss_B @ scales_B1[:, 0]
-                )
+                loss_BC = losses.loss_B.view(len(losses.loss_B), -1)
+                total = (loss_BC if scales_B1 is None else loss_BC * scales_B1).sum(0)
             else:
                 total, losses_BT = linear_cross_entropy(
                     output,
@@ -335,7 +339,8 @@ class TrainStep:
             if scales_B1 is not None:  # only the gradient is that of all losses
                 main = losses.loss_B[: len(batch.tokens_BT)].detach().sum()
                 total = main + (total - total.detach())
-            return total / divisors[0]
+            terms_C = total / divisors[: self.objective.terms]
+            return terms_C.sum() if torch.is_grad_enabled() else terms_C
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.logits_at_targets is not None:
@@ -356,10 +361,10 @@ class TrainStep:
         )
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Return how much this rank's sequences count, together, (1 + K,)."""
-        shape = 1 + self._num_later, -1
+        """Return how much this rank's sequences count, together, (C,) or (1 + K,)."""
+        shape = 1 + self._num_later, -1, self.objective.terms
         counts = [self.objective.counts(m.sequences).view(shape).sum(1) for m in microbatches]
-        return _sum(counts) * self._owns_targets
+        return _sum(counts).flatten() * self._owns_targets
 
     def _reset_metrics(self) -> None:
         for sums in (self.loss_by_source, self.metrics):
@@ -371,20 +376,21 @@ class TrainStep:
         """Add a microbatch to ``loss_by_source`` and ``metrics``."""
         if self.loss_by_source is None and self.metrics is None:
             return
-        count_B = self.objective.counts(batch)
+        counts = self.objective.counts(batch)
+        shape = len(counts), self.objective.terms
+        sums_BC2 = torch.stack((losses.loss_B.view(shape), counts.view(shape)), dim=2)
         if self.metrics is not None and self._num_later:
-            sums_B2 = torch.stack((losses.loss_B, count_B), dim=1)
-            self.metrics += sums_B2.view(1 + self._num_later, -1, 2).sum(1)[1:]
+            self.metrics += sums_BC2.view(1 + self._num_later, -1, 2).sum(1)[1:]
         elif self.metrics is not None:
             self.metrics[:, 0] += losses.metrics_BM.sum(0)
-            self.metrics[:, 1] += count_B.sum()
+            counts_BM = losses.metric_counts_BM
+            self.metrics[:, 1] += sums_BC2[:, 0, 1].sum() if counts_BM is None else counts_BM.sum(0)
         if self.loss_by_source is not None:
             source_B1 = cast(Tensor, batch.sources_B).unsqueeze(1)
-            loss_and_count_B2 = torch.stack((losses.loss_B, count_B), dim=1)[: len(source_B1)]
             sources_S = torch.arange(len(self.loss_by_source), device=self.device)
-            is_source_BS = source_B1 == sources_S
-            by_source_BS2 = is_source_BS.unsqueeze(2) * loss_and_count_B2.unsqueeze(1)
-            self.loss_by_source += by_source_BS2.sum(0)
+            is_source_BS = (source_B1 == sources_S).to(sums_BC2.dtype)
+            sums_BC2 = sums_BC2[: len(source_B1)]
+            self.loss_by_source += torch.einsum("bs,bcn->scn", is_source_BS, sums_BC2)
 
     def _local_loss(self, losses: list[Tensor]) -> Tensor:
         """Return the sum of the losses on a rank that owns them, else zero."""

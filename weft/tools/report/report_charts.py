@@ -23,7 +23,14 @@ from weft.tools.report.page import Part, Section, text_part
 MAX_EVENTS = 200  # events of a run
 
 NATS = "nats per token"
-LOSS_UNITS = {"next_token": NATS, "dpo": "nats per pair"}  # by ``train.objective``
+PAIR_UNIT = "nats per pair"
+LOSS_UNITS = {  # by ``train.objective``
+    "next_token": NATS,
+    "dpo": PAIR_UNIT,
+    "simpo": PAIR_UNIT,
+    "ipo": "squared error per pair",
+    "orpo": "nats per token of chosen answers + nats per pair",
+}
 # Heading and unit of each chart, by the heading of its section.  A name that ends with "/" or "."
 # stands for all metrics with this prefix.
 CHARTS = {
