@@ -22,7 +22,7 @@ from weft.config.schema import DataSection
 from weft.data.chat_template import load_chat_template
 from weft.data.dataset import open_dataset
 from weft.data.document_tokens import find_separator
-from weft.data.mixture import write_mixture
+from weft.data.mixture import write_dataset
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, open_verified_store
 from weft.data.tokenizer import load_tokenizer
@@ -176,7 +176,7 @@ def test_open_store_changed_bytes_are_read_or_refused(name: str, tmp_path: Path)
 def test_open_text_changed_mixture_is_read_or_refused(tmp_path: Path) -> None:
     section = DataSection(path=str(write_sources(tmp_path)["jsonl"]), vocab_size=280)
     store = prepare_store(section, tmp_path / "cache")
-    mixture = write_mixture({"a": 1.0, "b": 2.0}, [store, store], tmp_path / "m").path
+    mixture = write_dataset({"a": 1.0, "b": 2.0}, [store, store], tmp_path / "m").path
     file, rng = mixture / "mixture.json", random.Random(0)
     data = file.read_bytes()
     for _ in range(MUTATIONS):

@@ -15,7 +15,7 @@ import pytest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
-from weft.data.mixture import write_mixture
+from weft.data.mixture import write_dataset
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, lock_prepared, open_verified_store
 from weft.data.token_store import Store, TokenStream, hash_tokens, open_store
@@ -300,7 +300,7 @@ def test_data_verify_of_a_mixture_checks_its_stores(
 ) -> None:
     copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
     stores = [store, Store(copy, store.manifest)]
-    mixture = write_mixture({str(s.path): 1.0 for s in stores}, stores, tmp_path / "m")
+    mixture = write_dataset({str(s.path): 1.0 for s in stores}, stores, tmp_path / "m")
     cache = ["--data.cache_dir", str(tmp_path / "c")]
     assert main(["data", "verify", str(mixture.path), *cache]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -20,10 +20,9 @@ ALWAYS_EFFECTIVE = frozenset(
     for section, names in {
         "run": "dir device cluster",
         "model": "path kind preset",
-        "data": "path mixture format tokenizer add_tokens validation_fraction invalid_utf8 "
-        "cache_dir",
+        "data": "path mixture validation_path format tokenizer add_tokens invalid_utf8 cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
-        "objective label_smoothing eval_interval eval_sequences",
+        "objective label_smoothing",
         "lora": "path rank targets quantize dora",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
         "warmup_steps groups qk_clip_threshold",
@@ -34,8 +33,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "checkpoint": "interval async_save dir keep_latest local_dir final_save_timeout",
         "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour "
         "lighthouse faults",
-        "monitor": "log_interval trackers layer_grad_norms eval_prompts report spans "
-        "attention_logits",
+        "monitor": "log_interval trackers layer_grad_norms report spans attention_logits",
         "profile": "steps",
         "debug": "layer_stats_steps deterministic autograd_anomaly",
         "launch": "time_limit image setup options",
@@ -68,6 +66,11 @@ CASES = [
     ("data.train_empty_reasoning=false", "", 1, "data.format=chat", 1),
     ("data.fields=prompt=q", "", 1, "data.format=chat", 1),
     ("data.roles=client=user", "", 1, "data.format=chat", 1),
+    ("data.validation_fraction=0.1", "data.validation_path=x.jsonl", 1, "", 1),
+    ("train.eval_interval=5", "data.validation_fraction=0", 1, "", 1),
+    ("train.eval_sequences=5", "data.validation_fraction=0", 1, "", 1),
+    ("monitor.eval_prompts=a", "data.validation_fraction=0", 1,
+     "data.validation_fraction=0 data.validation_path=x.jsonl", 1),
     ("data.vocab_size=600", "data.tokenizer=tokenizer.json", 1, "", 1),
     ("train.preference_beta=0.2", "", 1, "train.objective=dpo data.format=preferences", 1),
     ("train.preference_beta=0.2", "", 1, "train.objective=mine:loss", 1),

@@ -85,6 +85,10 @@ def run_evaluate(options: argparse.Namespace) -> int:
     keys = {name for name, _ in options.overrides}
     is_own_data = not keys & {"data.path", "data.mixture"}
     errors += _check_split(options.overrides) if is_own_data else []
+    if "data.validation_path" in keys:
+        path = dict(options.overrides)["data.validation_path"]
+        rule, remedy = "names the validation set of a run", f"use --data.path {path}"
+        errors.append(ConfigError("data.validation_path", path, rule, remedy))
     job, plan = plan_inference(
         checkpoint, options.overrides, errors, allowed, for_generation=bool(options.task)
     )

@@ -217,7 +217,7 @@ def hydrate_when_reading(section: DataSection, report: Report, log: Log) -> Repo
         nonlocal is_started
         if not is_started and progress.message not in (WAITING_MESSAGE, VERIFYING_MESSAGE):
             is_started = True
-            hydrate_ahead(section.sources, log)
+            hydrate_ahead(filter(None, (*section.sources, section.validation_path)), log)
         report(progress)
 
     return on_progress

@@ -64,9 +64,9 @@ def hydrate_start(plan: Plan, console: Console) -> None:
 def hydrate_tokens(dataset: Dataset, log: Log) -> None:
     """Hydrate the files that training maps into memory, without waiting."""
     files = [
-        str(source.store.path / shard.file)
-        for source in dataset.sources
-        for split in source.store.splits
+        str(store.path / shard.file)
+        for store in dataset.stores
+        for split in store.splits
         for shard in split.files
     ]
     hydrate_ahead(dict.fromkeys(files), log)

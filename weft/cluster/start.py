@@ -419,9 +419,11 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         console.print(f"warning: the tokenizer uses {fraction}; {rest}")
     samples = build_mixture(dataset, "train", plan.seq_len, job.data, plan.seed)
     usage = count_epochs(plan, dataset, samples)
-    for source in dataset.sources:
-        for note in source.store.manifest.notes:
-            console.print(f"warning: {Path(source.store.manifest.source).name}: {note}")
+    for store in dataset.stores:
+        for note in store.manifest.notes:
+            console.print(f"warning: {Path(store.manifest.source).name}: {note}")
+    for note in dataset.notes:
+        console.print(f"warning: {note}")
     for source, (name, count, epochs) in zip(dataset.sources, usage, strict=True):
         manifest = source.store.manifest
         line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
@@ -431,6 +433,16 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         if manifest.kind != "text" or job.data.packing == "best_fit":
             line = describe_packing(source.store, plan.seq_len, job.data, plan.seed)
             console.print(f"{Path(manifest.source).name}: {line}")
+    if not job.data.validates or not dataset.has_validation:
+        reason = (
+            "the prepared data have none" if job.data.validates else "data.validation_fraction=0"
+        )
+        console.print(f"no validation set ({reason}): nothing is evaluated")
+    elif dataset.validation is not None:
+        validation = build_mixture(dataset, "validation", plan.seq_len, job.data, plan.seed)
+        manifest = dataset.validation.store.manifest
+        line = f"{manifest.train.tokens:,} tokens, {len(validation.sources[0]):,} sequences"
+        console.print(f"validation set {Path(manifest.source).name}: {line}")
     for warning in epoch_warnings(plan, dataset, samples):
         console.print(f"warning: {warning}")
 
@@ -476,11 +488,13 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
     run_argument = shlex.quote(display_path(run_dir))
     lines.append(f"run directory: {display_path(run_dir)}")
     lines.append(f"next:  weft chat {run_argument}")
+    own_text = " --data.path FILE_OR_DIRECTORY"
     if job.data.path in (STORIES, STDLIB) and not job.data.is_mixture:
         name = recipe if recipe in recipe_names() else "demo"
-        lines.append(f"       weft train {name} --data.path FILE_OR_DIRECTORY   # your own text")
+        lines.append(f"       weft train {name}{own_text}   # your own text")
     elif is_next_token:
-        lines.append(f"       weft evaluate {run_argument}")
+        has_validation = dataset.has_validation and job.data.validates
+        lines.append(f"       weft evaluate {run_argument}{'' if has_validation else own_text}")
     lines.append(f"       weft report {run_argument} --serve                     # in a browser")
     console.print("\n".join(lines))
 

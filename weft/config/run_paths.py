@@ -20,7 +20,7 @@ JOB_FILE = "job.toml"
 PATH_KEYS = {
     "model": ("path",),
     "lora": ("path",),
-    "data": ("path", "mixture", "tokenizer", "chat_template", "cache_dir"),
+    "data": ("path", "mixture", "validation_path", "tokenizer", "chat_template", "cache_dir"),
     "pipeline": ("schedule",),
     "compile": ("cache_dir",),
     "checkpoint": ("dir", "local_dir"),

@@ -245,8 +245,14 @@ class DataSection(Section):
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=MOST)] = key(
         4096, "vocabulary size of the tokenizer that data.tokenizer=train trains"
     )
-    validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = key(
-        0.05, "fraction of the data in the validation set"
+    validation_path: Name = key(
+        "",
+        "validation set, named as data.path names the training data, with the same format, fields, "
+        "tokenizer and template; all of data.path or data.mixture is then training data. empty: a "
+        "part of the data, data.validation_fraction",
+    )
+    validation_fraction: Annotated[float, Field(ge=0, lt=0.5)] = key(
+        0.05, "fraction of the data in the validation set; 0: no validation set and no evaluation"
     )
     packing: Literal["windows", "documents", "best_fit"] = key(
         "windows",
@@ -269,8 +275,29 @@ class DataSection(Section):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The data sources: those of the mixture, or the one path."""
+        """The sources of the training data: those of the mixture, or the one path."""
         return tuple(self.mixture) or (self.path,)
+
+    @property
+    def validates(self) -> bool:
+        """Return True if there is a validation set."""
+        return bool(self.validation_path) or self.validation_fraction > 0
+
+    @property
+    def for_training(self) -> DataSection:
+        """The section of the training data alone, where validation data are named apart."""
+        update = {"validation_path": "", "validation_fraction": 0.0}
+        return self.model_copy(update=update) if self.validation_path else self
+
+    def for_validation(self, tokenizer: str) -> DataSection:
+        """Return the section of ``validation_path``; ``tokenizer``: that of the training data."""
+        update = {"path": self.validation_path, "mixture": {}, "tokenizer": tokenizer}
+        return self.for_training.model_copy(update=update)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the sources of the training data."""
+        return self.mixture or {self.path: 1.0}
 
     @property
     def is_mixture(self) -> bool:

@@ -67,7 +67,7 @@ class ConversationCorpus(Corpus):
 
     Attributes:
         hashes: hash of each line, uint64 (lines,).
-        validation_threshold: lines with hashes up to it are in the validation set.
+        validation_threshold: lines with hashes up to it are in the validation set; -1: none.
         has_weights: a line has a weight that is neither 0 nor 1.
     """
 
@@ -251,9 +251,14 @@ def read_conversation_corpus(
     invalid_lines.raise_any("repair or remove these lines")
     line_hashes = np.array(hashes, np.uint64)
     distinct = np.unique(line_hashes)
+    if not len(distinct):
+        raise path_error(section.path, "has no conversation", "give rows of conversations")
+    if section.validation_fraction == 0:
+        return ConversationCorpus(section, chat, fragments, line_hashes, -1, has_weights)
     if len(distinct) < 2:
         rule = "has fewer than two conversations: one for training, one for validation"
-        raise path_error(section.path, rule, "give more conversations")
+        remedy = "give more conversations, or data.validation_path, or data.validation_fraction=0"
+        raise path_error(section.path, rule, remedy)
     num_validation = math.ceil(section.validation_fraction * len(distinct))
     threshold = distinct[min(len(distinct) - 1, num_validation) - 1]
     return ConversationCorpus(section, chat, fragments, line_hashes, int(threshold), has_weights)
@@ -364,11 +369,14 @@ class _SplitFiles:
         return Split(documents, self.bytes, self.tokens.size, shards, *columns)
 
 
-def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[ConfigError]:
+def check_conversations(
+    store: Store, seq_len: int, section: DataSection, use: SplitName = "train"
+) -> list[ConfigError]:
     """Return the errors of a store of conversations; an empty list for text.
 
     Errors are a ``data.format`` other than the store's, conversations longer than ``train.seq_len``
-    (by file and line), and splits without a usable conversation.
+    (by file and line), and splits without a usable conversation.  ``use`` is the split of the run
+    that has the train split of the store.
     """
     kind, names = store.manifest.kind, store.manifest.files
     if kind == "text":
@@ -400,7 +408,8 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
         return [ConfigError("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:
         _, _, is_used = select_conversations(store, split, seq_len, section)
-        if not is_used.any():
-            rule = f"is shorter than all {len(is_used)} {noun} of the {split} split"
+        if not is_used.any() and (len(is_used) or split == "train"):
+            name = use if split == "train" else split
+            rule = f"is shorter than all {len(is_used)} {noun} of the {name} split"
             return [ConfigError("train.seq_len", seq_len, rule, "use a larger value")]
     return []

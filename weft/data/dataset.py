@@ -1,21 +1,27 @@
-"""Dataset of a run: one prepared store, or several in a mixture.
+"""Dataset of a run: one prepared store, or several in a mixture, or with a validation set.
 
-A mixture is a directory like a store::
+A dataset of more than one store is a directory like a store::
 
-    tokenizer.json          the tokenizer of all its sources
-    mixture.json            their names, shares and stores
+    tokenizer.json          the tokenizer of all its stores
+    mixture.json            names, shares and stores of the sources and of data.validation_path
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from weft.config.errors import InvalidConfig
-from weft.data.token_store import Store, damaged_store_error, hash_json, open_store
+from weft.data.token_store import (
+    SplitName,
+    Store,
+    damaged_store_error,
+    hash_json,
+    open_store,
+)
 
 MIXTURE_FILE = "mixture.json"
 
@@ -31,10 +37,33 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Sources of a run, all of one tokenizer; `open_dataset` accepts ``path``."""
+    """Sources of a run, all of one tokenizer; `open_dataset` accepts ``path``.
+
+    ``validation`` is the source of ``data.validation_path``, in the train split of its store; None:
+    the validation splits of the sources.  ``notes`` are sentences for the user.
+    """
 
     path: Path
     sources: tuple[Source, ...]
+    validation: Source | None = None
+    notes: tuple[str, ...] = ()
+
+    def parts(self, split: SplitName) -> list[tuple[Source, SplitName]]:
+        """Return the sources of a split, each with the name of the split of its store."""
+        if split == "validation" and self.validation is not None:
+            return [(self.validation, "train")]
+        return [(source, split) for source in self.sources]
+
+    @property
+    def has_validation(self) -> bool:
+        """Return True if there is a validation set."""
+        return any(source.store.split(name).tokens for source, name in self.parts("validation"))
+
+    @property
+    def stores(self) -> list[Store]:
+        """Return the stores of the sources and of the validation set."""
+        validation = [self.validation] if self.validation else []
+        return [source.store for source in (*self.sources, *validation)]
 
     @property
     def shares(self) -> dict[str, float]:
@@ -65,7 +94,10 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of content and shares that does not depend on the path."""
+        """Return a hash of content and shares that does not depend on the path.
+
+        It covers the validation set if that is a part of the data.
+        """
         if len(self.sources) == 1:
             return self.sources[0].store.fingerprint
         return hash_json([[source.store.fingerprint, source.share] for source in self.sources])
@@ -85,10 +117,12 @@ def open_dataset(path: str | Path) -> Dataset:
     directory = Path(path)
     if not (directory / MIXTURE_FILE).exists():
         return dataset_from_store(open_store(directory))
-    entries = _read_mixture(directory)
+    content = _read_mixture(directory)
     return Dataset(
         directory,
-        tuple(Source(entry.name, entry.share, open_store(entry.store)) for entry in entries),
+        tuple(entry.open() for entry in content.sources),
+        content.validation.open() if content.validation else None,
+        tuple(content.notes),
     )
 
 
@@ -98,7 +132,9 @@ def list_mixture_stores(directory: Path) -> list[Path]:
     Raises:
         InvalidConfig: ``mixture.json`` is damaged.
     """
-    return [Path(entry.store) for entry in _read_mixture(directory)]
+    content = _read_mixture(directory)
+    entries = [*content.sources, *filter(None, [content.validation])]
+    return [Path(entry.store) for entry in entries]
 
 
 @dataclass(frozen=True)
@@ -109,11 +145,23 @@ class _MixtureEntry:
     share: Annotated[float, Field(gt=0, le=1)]
     store: str
 
+    def open(self) -> Source:
+        return Source(self.name, self.share, open_store(self.store))
 
-def _read_mixture(directory: Path) -> list[_MixtureEntry]:
+
+@dataclass(frozen=True)
+class _MixtureContent:
+    """Content of ``mixture.json``."""
+
+    sources: Annotated[list[_MixtureEntry], Field(min_length=1)]
+    validation: _MixtureEntry | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def _read_mixture(directory: Path) -> _MixtureContent:
     try:
         data = (directory / MIXTURE_FILE).read_bytes()
-        return TypeAdapter(Annotated[list[_MixtureEntry], Field(min_length=1)]).validate_json(data)
+        return TypeAdapter(_MixtureContent).validate_json(data)
     except OSError as error:
         rule = f"{MIXTURE_FILE} cannot be read: {error.strerror}"
     except (ValidationError, RecursionError):

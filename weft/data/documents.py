@@ -59,7 +59,7 @@ class RecordReader:
     field: str
     invalid: Invalid
     row_group_bytes: int
-    validation_threshold: int  # hashes of validation documents are smaller
+    validation_threshold: int  # hashes of validation documents are smaller; 0: none
 
     def is_validation(self, data: bytes) -> bool:
         """Return True if the document with this text is in the validation split."""
@@ -255,7 +255,7 @@ def _scan_fragments(
         rule += f" except {skipped:,} that are not UTF-8" if skipped else ""
         remedy = "give text, or set data.text_field to the field that holds it"
         raise path_error(path, rule, remedy)
-    if any(scan.total(1)[0] for scan in scans):
+    if not reader.validation_threshold or any(scan.total(1)[0] for scan in scans):
         return RecordCorpus(fragments, scans, reader)
     # With few documents, none may be selected; then select the one with the lowest hash.
     threshold = min(scan.lowest_hash for scan in scans) + 1

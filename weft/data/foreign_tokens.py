@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, InvalidConfig, truncate_list
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.document_tokens import find_named_start, format_tokens
@@ -115,11 +115,15 @@ class TokenCorpus(Corpus):
         """Validate every token, and copy those that cannot be used in place."""
         dtypes = {find_in_place_dtype(source, encoder.separator) for source in self.files}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        train, validation = split_tokens(
-            self.files, encoder.separator, self.section.validation_fraction
-        )
+        fraction = self.section.validation_fraction
+        train, validation = split_tokens(self.files, encoder.separator, fraction)
+        if fraction == 0 and validation:
+            names = truncate_list([span.source.file.name for span in validation])
+            rule = f"has files of validation tokens ({names}), but all of it would be trained"
+            remedy = "name the training files by a pattern, such as 'train*.bin'"
+            raise path_error(self.section.path, rule, remedy)
         total = sum(span.end - span.begin for span in (*train, *validation))
-        if not train or not validation:
+        if not train or not (validation or self.section.validation_fraction == 0):
             rule = f"has too few tokens ({total})"
             raise insufficient_data_error(self.section, rule, bool(train))
         message = "copying the tokens" if dtype is None else "checking the tokens"
@@ -325,6 +329,8 @@ def split_tokens(
 def _find_cut(source: TokenFile, separator: int, validation_fraction: float) -> int:
     """Return a document end near the start of the validation part."""
     target = source.tokens - int(source.tokens * validation_fraction)
+    if validation_fraction == 0:
+        return target
     if source.document_ends is not None:
         candidates = source.document_ends[source.document_ends <= target]
         return int(candidates[-1]) if len(candidates) else min(target, source.tokens - 1)

@@ -15,9 +15,9 @@ import numpy as np
 
 from weft.config.formatting import format_columns
 from weft.config.schema import DataSection
-from weft.data.dataset import Dataset, Source
+from weft.data.dataset import Dataset
 from weft.data.packing import pack_split
-from weft.data.token_store import Ints, Store
+from weft.data.token_store import Ints, Split, Store
 
 NUM_LONGEST = 3
 SHOWN_TOKENS, PAGE_TOKENS = 120, 8192  # per sample, in the terminal and on a page
@@ -42,29 +42,24 @@ def summarize_dataset(dataset: Dataset) -> list[str]:
     total_tokens = sum(source.store.manifest.train.tokens for source in dataset.sources)
     for source in dataset.sources:
         manifest = source.store.manifest
-        for name, split in (("train", manifest.train), ("validation", manifest.validation)):
-            is_train = name == "train"
-            rows.append(
-                (
-                    (source.name if dataset.shares else "") if is_train else "",
-                    name,
-                    f"{split.documents:,}",
-                    f"{split.tokens:,}",
-                    f"{split.tokens / max(total_tokens, 1):.1%}" if is_train else "",
-                    f"{split.bytes:,}" if split.bytes else "?",
-                    f"{split.bytes / split.tokens:.2f}" if split.bytes else "?",
-                )
-            )
+        title = source.name if dataset.shares else ""
+        share = f"{manifest.train.tokens / max(total_tokens, 1):.1%}"
+        rows.append((title, "train", *_count(manifest.train, share)))
+        if dataset.validation is None and manifest.validation.tokens:
+            rows.append(("", "validation", *_count(manifest.validation)))
+    if dataset.validation is not None:
+        name = dataset.validation.name if dataset.shares else ""
+        rows.append((name, "validation", *_count(dataset.validation.store.manifest.train)))
     if not dataset.shares:
         rows = [row[1:] for row in rows]
     num_text_columns = len(rows[0]) - 5
     lines = format_columns(rows[0], rows[1:], left=range(num_text_columns))
-    for source in dataset.sources:
-        lines += _report_skipped(source)
-        lines += [
-            f"{Path(source.store.manifest.source).name}: {note}"
-            for note in source.store.manifest.notes
-        ]
+    for store in dataset.stores:
+        lines += _report_skipped(store)
+        lines += [f"{Path(store.manifest.source).name}: {note}" for note in store.manifest.notes]
+    lines += dataset.notes
+    if not dataset.has_validation:
+        lines.append("no validation set")
     if dataset.shares:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in dataset.shares.items())
         lines.append(f"training mixture: {shares}")
@@ -72,8 +67,19 @@ def summarize_dataset(dataset: Dataset) -> list[str]:
     return lines
 
 
-def _report_skipped(source: Source) -> Iterator[str]:
-    manifest = source.store.manifest
+def _count(split: Split, share: str = "") -> tuple[str, ...]:
+    """Return the numbers of a split in the table of `summarize_dataset`."""
+    return (
+        f"{split.documents:,}",
+        f"{split.tokens:,}",
+        share,
+        f"{split.bytes:,}" if split.bytes else "?",
+        f"{split.bytes / split.tokens:.2f}" if split.bytes else "?",
+    )
+
+
+def _report_skipped(store: Store) -> Iterator[str]:
+    manifest = store.manifest
     for count, message in (
         (manifest.empty_documents, "empty documents were skipped"),
         (manifest.skipped_files, "that are not UTF-8 were skipped"),

@@ -232,7 +232,7 @@ class TokenChunks:
     """A token stream, split into windows.
 
     Args:
-        stream: at least one token; if shorter than a window, it is padded, without targets.
+        stream: if it is shorter than a window, it is padded, without targets.
         seq_len: tokens per sample, T.
         packing: ``documents`` keeps attention (by ``documents_BT``) and loss inside a document.
         separator: id of the token that ends a document.
@@ -246,7 +246,7 @@ class TokenChunks:
     starts_at_separator: bool = False
 
     def __len__(self) -> int:
-        return max(1, (len(self.stream) - 1) // self.seq_len)
+        return max(min(1, len(self.stream)), (len(self.stream) - 1) // self.seq_len)
 
     def get_batch(self, indices: Ints) -> Batch:
         """Return windows of the stream; see `Samples.get_batch`."""
@@ -400,15 +400,17 @@ def build_mixture(
         seed: decides which documents share a sequence.
     """
     sources = [
-        _build_samples(source.store, split, seq_len, section, seed) for source in dataset.sources
+        _build_samples(source.store, name, seq_len, section, seed)
+        for source, name in dataset.parts(split)
     ]
     pairs = [samples for samples in sources if isinstance(samples, Pairs)]
     # A split may have no pair that fits.
     widths = [int(np.diff(p.packed.packed.offsets).max(initial=0)) // 2 for p in pairs]
     width = max(widths, default=0)
     sources = [replace(s, width=width) if isinstance(s, Pairs) else s for s in sources]
-    has_weights = any(s.store.weights(split) is not None for s in dataset.sources)
-    return Mixture(sources, [source.share for source in dataset.sources], has_weights)
+    parts = dataset.parts(split)
+    has_weights = any(source.store.weights(name) is not None for source, name in parts)
+    return Mixture(sources, [source.share for source, _ in parts], has_weights)
 
 
 def _build_samples(

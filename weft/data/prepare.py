@@ -32,7 +32,7 @@ from weft.data.dataset import Dataset, dataset_from_store
 from weft.data.document_tokens import RECORD_FILE, describe_ignored_flags, format_record
 from weft.data.documents import read_record_corpus
 from weft.data.foreign_tokens import TokenCorpus, read_headers
-from weft.data.mixture import write_mixture
+from weft.data.mixture import write_dataset
 from weft.data.prepared_cache import (
     WAITING_MESSAGE,
     Progress,
@@ -66,15 +66,69 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
     Arguments and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare_store`.
     Sources of a mixture may be prepared stores of one tokenizer, and text beside conversations.
     """
-    if not section.is_mixture:
-        return dataset_from_store(prepare_store(section, cache, progress))
     report = progress or (lambda _: None)
+    training = section.for_training
+    if section.is_mixture:
+        stores = _prepare_mixture(training, cache, report)
+    else:
+        stores = [prepare_store(training, cache, report)]
+    if training.validation_fraction == 0:
+        for source, store in zip(section.sources, stores, strict=True):
+            if unused := store.manifest.validation.documents:
+                text = f"{source}: the validation set of this store, {unused:,} documents, is not"
+                report(Progress(f"{text} used: neither trained nor evaluated"))
+    if section.validation_path:
+        validation = _prepare_validation(section, stores, cache, report)
+        with convert_cache_errors(cache):
+            return write_dataset(section.weights, stores, cache / "mixtures", validation, report)
+    if not section.is_mixture:
+        return dataset_from_store(stores[0])
+    with convert_cache_errors(cache):
+        return write_dataset(section.weights, stores, cache / "mixtures")
+
+
+def _prepare_validation(
+    section: DataSection, stores: Sequence[Store], cache: Path, report: Report
+) -> Store:
+    """Return the store of ``data.validation_path``, all of it in the train split.
+
+    Raises:
+        InvalidConfig: the data cannot be read, or their tokens mean other text than those of
+            ``stores``.
+    """
+    tokenizer = section.tokenizer
+    if section.trains_tokenizer:
+        tokenizer = str(stores[0].path / TOKENIZER_FILE)
+    path, errors, training = section.validation_path, ConfigErrors(), stores[0].manifest
+    with collect_errors(errors, "data.validation_path"):
+        store = prepare_store(section.for_validation(tokenizer), cache, report)
+        manifest = store.manifest
+        if count := manifest.validation.documents:
+            rule = f"is a store whose documents are split: {count:,} are a validation set of their"
+            remedy = "prepare it from its text with data.validation_fraction=0"
+            raise path_error(path, f"{rule} own", remedy)
+        starts = [s.manifest.start_tokens for s in stores if s.manifest.kind == "text"]
+        rule = ""
+        if manifest.separator != training.separator:
+            rule = f"ends documents with token {manifest.separator}; the training data end them "
+            rule += f"with token {training.separator}"
+        elif manifest.kind == "text" and starts and manifest.start_tokens != starts[0]:
+            rule = f"begins documents with tokens {manifest.start_tokens}; the training data begin "
+            rule += f"them with tokens {starts[0]}"
+        if rule:
+            raise path_error(path, rule, "prepare both with the same tokenizer and start token")
+    raise_errors(errors)
+    return store
+
+
+def _prepare_mixture(section: DataSection, cache: Path, report: Report) -> list[Store]:
+    """Return the stores of ``data.mixture``; prepare them if necessary."""
     sections = [section.model_copy(update={"path": path}) for path in section.mixture]
     errors = ConfigErrors()
     encoder: Encoder | None = None
     corpora: list[Corpus | None] = []
     for source_section in sections:
-        with collect_errors(errors, mixture=True):
+        with collect_errors(errors, "data.mixture"):
             inputs = _detect_inputs(source_section)
             encoder = inputs.encoder
             corpora.append(_read_corpus(source_section, inputs, cache, report))
@@ -85,7 +139,7 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
         sections = [source_section.model_copy(update=update) for source_section in sections]
     stores = []
     for source_section, corpus in zip(sections, corpora, strict=True):
-        with collect_errors(errors, mixture=True):
+        with collect_errors(errors, "data.mixture"):
             stores.append(_prepare_corpus(source_section, corpus, encoder, cache, report))
     raise_errors(errors)
     for path, store in zip(section.mixture, stores, strict=True):
@@ -107,8 +161,7 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
             remedy = "prepare one of them again, with the same data.start_token"
             errors.add("data.mixture", rule, remedy, value=path)
     raise_errors(errors)
-    with convert_cache_errors(cache):
-        return write_mixture(section.mixture, stores, cache / "mixtures")
+    return stores
 
 
 def prepare_store(
@@ -143,8 +196,11 @@ def prepare_store(
 def check_chat(section: DataSection) -> list[ConfigError]:
     """Return the errors of tokenizer, template and files, without reading lines."""
     errors = ConfigErrors()
-    for path in () if section.is_text else section.sources:
-        with collect_errors(errors, mixture=section.is_mixture):
+    key = "data.mixture" if section.is_mixture else "data.path"
+    paths = [(key, path) for path in section.sources]
+    paths += [("data.validation_path", path) for path in filter(None, [section.validation_path])]
+    for key, path in () if section.is_text else paths:
+        with collect_errors(errors, key):
             _detect_inputs(section.model_copy(update={"path": path}))
     return list({str(error): error for error in errors}.values())
 

@@ -85,13 +85,13 @@ def progress_counter(report: Report, message: str, total: int) -> Callable[[int]
 
 
 @contextmanager
-def collect_errors(errors: list[ConfigError], mixture: bool = False) -> Iterator[None]:
-    """Append errors to ``errors``; ``mixture``: report data.path as data.mixture."""
+def collect_errors(errors: list[ConfigError], key: str = "data.path") -> Iterator[None]:
+    """Append errors to ``errors``; ``key`` is the key that named the source."""
     try:
         yield
     except InvalidConfig as invalid:
         errors += [
-            replace(error, key="data.mixture") if mixture and error.key == "data.path" else error
+            replace(error, key=key) if error.key == "data.path" else error
             for error in invalid.errors
         ]
 

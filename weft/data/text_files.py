@@ -155,7 +155,7 @@ def read_text_corpus(
     scans = _scan_files(files, section.validation_fraction, cache, report)
     valid = select_text(scans, section.invalid_utf8, section.path)
     train, validation = split_documents(valid, section.validation_fraction)
-    if not train or not validation:
+    if not train or not (validation or section.validation_fraction == 0):
         size = sum(scan.text_bytes for scan in valid)
         raise insufficient_data_error(section, f"has too little text ({size} bytes)", bool(train))
     invalid = [scan.file.name for scan in scans if scan.error and scan.text_bytes]
@@ -381,7 +381,7 @@ def _build_split(
     advance: Advance,
 ) -> Split:
     shards: list[Shard] = []
-    for index, group in enumerate(_group_chunks(parts, shard_bytes)):
+    for index, group in enumerate(_group_chunks(parts, shard_bytes) if parts else ()):
         texts = (
             TextChunk(
                 read_chunk(part.scan, begin, end),

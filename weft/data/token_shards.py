@@ -101,7 +101,9 @@ class Corpus(ABC):
 def insufficient_data_error(section: DataSection, rule: str, has_train: bool) -> InvalidConfig:
     """Return the error for too little data for validation, or even for training."""
     missing = "left for the validation set" if has_train else "left for training"
-    remedy = "give more text" + (", or set a larger data.validation_fraction" if has_train else "")
+    remedy = "give more text"
+    if has_train:
+        remedy += ", or set a larger data.validation_fraction (0: no validation set)"
     return InvalidConfig(
         [ConfigError("data.path", section.path, f"{rule}: none is {missing}", remedy)]
     )

@@ -171,14 +171,18 @@ class Store:
     path: Path
     manifest: Manifest
 
+    def split(self, name: SplitName) -> Split:
+        """Return the entry of a split in the manifest."""
+        return self.manifest.train if name == "train" else self.manifest.validation
+
     def tokens(self, name: SplitName) -> TokenStream:
         """Return the tokens of a split, mapped into memory."""
-        split: Split = getattr(self.manifest, name)
-        return TokenStream([map_shard(self.path, self.manifest.dtype, s) for s in split.shards])
+        shards = self.split(name).shards
+        return TokenStream([map_shard(self.path, self.manifest.dtype, s) for s in shards])
 
     def loss_mask(self, name: SplitName) -> TokenStream | None:
         """Return 1 for each token that is trained on, else 0; None: all tokens are."""
-        split: Split = getattr(self.manifest, name)
+        split = self.split(name)
         if split.learned is None:
             return None
         return TokenStream([map_shard(self.path, "uint8", split.learned)])
@@ -192,7 +196,7 @@ class Store:
 
     def index(self, name: SplitName) -> NDArray[np.int64]:
         """Return the token end, file number and line of each conversation: int64 (n, 3)."""
-        split: Split = getattr(self.manifest, name)
+        split = self.split(name)
         assert split.index is not None, f"{self.path} holds no conversations"
         return map_shard(self.path, "int64", split.index).reshape(-1, 3)
 

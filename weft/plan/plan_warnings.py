@@ -99,6 +99,13 @@ _CHAT = EffectRule(
 )
 
 
+_VALIDATION = EffectRule(
+    lambda plan: plan.job.data.validates,
+    "there is no validation set, so nothing is evaluated (data.validation_fraction=0)",
+    "Set data.validation_path",
+)
+
+
 def _of_objectives(*names: str) -> EffectRule:
     """Return the rule of a key that these values of ``train.objective`` read."""
     return EffectRule(
@@ -144,6 +151,13 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.train_empty_reasoning": _CHAT,
     "data.fields": _CHAT,
     "data.roles": _CHAT,
+    "data.validation_fraction": EffectRule(
+        lambda plan: not plan.job.data.validation_path,
+        "the validation set is data.validation_path",
+    ),
+    "train.eval_interval": _VALIDATION,
+    "train.eval_sequences": _VALIDATION,
+    "monitor.eval_prompts": _VALIDATION,
     "data.vocab_size": EffectRule(
         lambda plan: plan.job.data.trains_tokenizer,
         "weft reads the tokenizer from a file (data.tokenizer) and does not train one",

@@ -50,6 +50,7 @@ LOSS_KEYS = (
     "data.fields",
     "data.roles",
     "data.vocab_size",
+    "data.validation_path",
     "data.validation_fraction",
     "data.invalid_utf8",
     "data.packing",

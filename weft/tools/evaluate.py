@@ -40,7 +40,7 @@ from weft.data.loader import IGNORE_INDEX, Batch, build_mixture, evaluation_batc
 from weft.data.prepare import cache_dir, prepare_data, show_progress
 from weft.data.prepared_cache import Report, progress_counter
 from weft.data.render_limits import RenderLimitError, limit_rendering
-from weft.data.token_store import Split, SplitName, Store
+from weft.data.token_store import SplitName, Store
 from weft.plan.plan import Plan
 from weft.tools.generate import ChatFormat
 from weft.tools.inference_model import CheckpointRef, LanguageModel, load_model_parts
@@ -147,21 +147,32 @@ def evaluate_sources(
     eval_plan = dataclasses.replace(plan, job=eval_job)
     train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
+    if not include_train and not (job.data.validates and dataset.has_validation):
+        rule = "the run has no validation set (data.validation_fraction=0)"
+        raise WeftError(f"{rule}. Name data to evaluate: --data.path FILE_OR_DIRECTORY")
     losses = []
-    for source in dataset.sources:
+    parts = [part for split in splits for part in dataset.parts(split)]
+    for source in [*dataset.sources, *filter(None, [dataset.validation])]:
+        if source not in [each for each, _ in parts]:
+            continue
         nats, tokens, size, evaluated = 0.0, 0.0, 0, 0
         kind = source.store.manifest.kind
         name = source.name if job.data.is_mixture else job.data.path
+        if source is dataset.validation:
+            name = job.data.validation_path
         if kind == "preferences":
             raise WeftError(f"{name}: cannot be evaluated, because it holds {kind}, not text")
-        for split in splits:
+        for split in [split for each, split in parts if each is source]:
+            if not source.store.split(split).tokens:
+                continue
+            use = "validation" if source is dataset.validation else split
             single = Dataset(dataset.path, (Source(source.name, 1.0, source.store),))
             samples = build_mixture(single, split, plan.seq_len, job.data, plan.seed)
             batches = evaluation_batches(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch_size
             )
             total = min(sequences, sum(map(len, samples.sources)))
-            advance = progress_counter(report, f"evaluating {name}, {split}", total)
+            advance = progress_counter(report, f"evaluating {name}, {use}", total)
             counts = torch.tensor([0, 1])  # targets, ranks
             mean = train_step.evaluate(_with_progress(batches, plan.dp_size, advance, counts))
             num_targets, ranks = mesh.all_reduce_dp_cp(counts.to(rank.device)).tolist()
@@ -197,7 +208,7 @@ def _count_targets(store: Store, split: SplitName, keeps_documents: bool) -> tup
 
     If tokens have weights, the sum of these in place of the number.
     """
-    info: Split = getattr(store.manifest, split)
+    info = store.split(split)
     loss_mask = store.loss_mask(split)
     if loss_mask is None:
         # With separate documents, the last token of each one predicts nothing.
@@ -479,7 +490,7 @@ def prepare_eval_data(
     """
     section, tokenizer = job.data, checkpoint.run_dir / "tokenizer.json"
     if not is_run_data:
-        section = section.model_copy(update={"tokenizer": str(tokenizer)})
+        section = section.model_copy(update={"tokenizer": str(tokenizer), "validation_path": ""})
     with show_progress(console) as show:
         dataset = prepare_data(section, cache_dir(section), show)
     if (dataset.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():

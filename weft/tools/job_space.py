@@ -50,7 +50,8 @@ EXCLUDED = {
     **dict.fromkeys(
         (
             *("data.path", "data.mixture", "data.text_field", "data.tokenizer"),
-            *("data.chat_template", "data.validation_fraction", "data.overlong"),
+            *("data.chat_template", "data.validation_path", "data.validation_fraction"),
+            *("data.overlong",),
             *("data.chat_template_args", "data.train_turns", "data.train_empty_reasoning"),
             *("data.fields", "data.roles", "data.add_tokens", "data.add_special_tokens"),
             *("data.invalid_utf8", "data.cache_dir"),

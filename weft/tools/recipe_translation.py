@@ -616,6 +616,9 @@ def _torchtitan_outputs(t: Translation, data_ranks: int) -> None:
         t.take("profiling.enable_memory_snapshot")
     if t.take("validation.enable", False):
         t.set("train.eval_interval", t.take("validation.freq", 10), "validation.freq")
+        t.take("validation.dataset")
+        if path := t.take("validation.dataset_path", ""):
+            t.set("data.validation_path", _hub_data(path), "validation.dataset_path")
         steps, batch = t.take("validation.steps", -1), t.take("validation.local_batch_size", 8)
         if steps > 0:
             note = f"{steps} steps x {batch} x {data_ranks} ranks"
@@ -1065,7 +1068,7 @@ def _megatron_data(t: Translation) -> None:
         parts = [parse_literal(part) for part in re.split("[,/ ]+", text.strip("'\"[]")) if part]
         shares = [part for part in parts if isinstance(part, int | float)]
         fraction = shares[1] / (sum(shares) or 1.0) if len(shares) > 1 else 0.0
-        if 0 < fraction < 0.5:
+        if 0 <= fraction < 0.5:
             t.set(
                 "data.validation_fraction",
                 round(fraction, 9),
@@ -1073,7 +1076,16 @@ def _megatron_data(t: Translation) -> None:
                 note="weft has no test set",
             )
         else:
-            t.lack("--split", text, "data.validation_fraction is above 0 and below 0.5")
+            t.lack("--split", text, "data.validation_fraction is below 0.5")
+    if (valid := t.take("--valid-data-path")) is not None:
+        names = [str(name) for name in (valid if isinstance(valid, list) else [valid])]
+        if len(names) == 1:
+            _set_path(
+                *(t, "data.validation_path", f"{names[0].removesuffix('.bin')}.bin"),
+                *("--valid-data-path", "file of tokens"),
+            )
+        else:
+            t.lack("--valid-data-path", " ".join(names), "data.validation_path is one path")
     tokenizer = t.take("--tokenizer-model")
     if tokenizer is not None:
         path = Path(str(tokenizer))
@@ -1324,7 +1336,7 @@ def _note_holdout(t: Translation) -> None:
     fraction = SECTIONS["data"].model_fields["validation_fraction"].default
     t.notes.append(
         f"The file trains on all data; weft holds out {fraction:.0%} of them for validation: "
-        "data.validation_fraction."
+        "data.validation_fraction (0: no validation), or data.validation_path."
     )
 
 
@@ -1522,12 +1534,19 @@ def _from_axolotl(t: Translation) -> None:
         v.get("use_tensorboard")
     )
     t.set("monitor.trackers", used, "wandb_project")
-    fraction = t.values.get("val_set_size")
-    if not fraction:
+    fraction, tests = t.values.get("val_set_size"), t.values.get("test_datasets") or []
+    if tests and len(tests) == 1 and isinstance(tests[0], dict):
+        t.set("data.validation_path", _axolotl_path(t, t.take("test_datasets")[0]), "test_datasets")
+    elif tests:
+        remedy = "data.validation_path is one file, directory or pattern"
+        t.lack("test_datasets", t.take("test_datasets"), remedy)
+    elif not fraction and fraction != 0:
         _note_holdout(t)
-    if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 0.5):
-        remedy = "data.validation_fraction is above 0 and below 0.5 (0.05)"
-        t.lack("val_set_size", t.take("val_set_size"), remedy)
+    if tests or (fraction is not None and not 0 <= fraction < 0.5):
+        value = t.take("val_set_size")
+        if fraction:
+            remedy = "data.validation_fraction is below 0.5, and not for data.validation_path"
+            t.lack("val_set_size", value, remedy)
     for name in ("train_on_inputs",):
         if t.values.get(name):
             t.lack(name, t.take(name), "weft trains on the assistant's turns; data.format = text")
@@ -1582,6 +1601,23 @@ def _axolotl_fields(entry: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _axolotl_path(t: Translation, entry: dict[str, Any]) -> str:
+    """Return the path of a data set of one file, or on the Hub."""
+    path, files = str(entry.get("path", "")), entry.get("data_files")
+    if files and path.count("/"):
+        t.lack("datasets.data_files", files, "data.path and data.mixture take paths of files")
+    elif files:  # path: json, data_files: the files
+        names = [files] if isinstance(files, str) else list(map(str, files))
+        if len(names) > 1:
+            t.lack("test_datasets.data_files", files, "data.validation_path is one path")
+        return names[0]
+    split = entry.get("split") or ""
+    if "[" in str(split):
+        t.lack("datasets.split", split, "cut the data first")
+        split = ""
+    return _hub_data(path, entry.get("name") or "", "" if split == "train" else split)
+
+
 def _axolotl_data(t: Translation) -> None:
     rl = t.take("rl", "")
     datasets = t.take("datasets", "") or []
@@ -1607,18 +1643,11 @@ def _axolotl_data(t: Translation) -> None:
             if not known:
                 remedy = "weft reads messages, prompt and response: see docs/fine-tuning.md"
                 t.lack(f"datasets.{option}", value, remedy)
-        path, files = str(entry.get("path", "")), entry.get("data_files")
-        if files and path.count("/"):
-            t.lack("datasets.data_files", files, "data.path and data.mixture take paths of files")
-        elif files:  # path: json, data_files: the files
-            paths += [files] if isinstance(files, str) else map(str, files)
-            continue
-        split = entry.get("split") or ""
-        if "[" in str(split):
-            t.lack("datasets.split", split, "cut the data first")
-            split = ""
-        split = "" if split == "train" else split
-        paths.append(_hub_data(path, entry.get("name") or "", split))
+        files = entry.get("data_files")
+        if isinstance(files, list) and not str(entry.get("path", "")).count("/"):
+            paths += map(str, files)
+        else:
+            paths.append(_axolotl_path(t, entry))
     types = [e["type"] for e in entries if e.get("type") and not isinstance(e["type"], dict)]
     kinds, kind = set(map(str, types)), str(types[0]) if types else ""
     if any(fields_of_rows):

@@ -191,6 +191,7 @@ def _absolute_paths(job: Job) -> Job:
         data={
             "path": data(job.data.path),
             "mixture": {data(path): weight for path, weight in job.data.mixture.items()},
+            "validation_path": job.data.validation_path and data(job.data.validation_path),
             "tokenizer": full(job.data.tokenizer, "train"),
             "chat_template": full(job.data.chat_template, "auto"),
             "cache_dir": full(job.data.cache_dir, "auto"),
@@ -212,6 +213,12 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
         errors.add("data.path", "is ignored if data.mixture is set", remedy)
     for path in data.mixture:
         errors += [changed(error, key="data.mixture") for error in check_path(path)]
+    if data.validation_path:
+        found = check_path(data.validation_path)
+        errors += [changed(error, key="data.validation_path") for error in found]
+        if data.validation_path in data.sources:
+            rule = "is also training data, so the validation loss would mean nothing"
+            errors.add("data.validation_path", rule, "name other data, or remove it")
     errors += check_chat(data)
     if data.cache_dir != "auto":
         errors += check_writable("data.cache_dir", data.cache_dir)
@@ -496,6 +503,8 @@ def check_text(plan: Plan, text: Dataset) -> None:
         if source.store.manifest.kind == "text":
             errors += check_length(tokens, plan.seq_len, what)
         errors += check_conversations(source.store, plan.seq_len, job.data)
+    if text.validation is not None:
+        errors += check_conversations(text.validation.store, plan.seq_len, job.data, "validation")
     for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")

@@ -241,7 +241,8 @@ def find_due(run: Run, step: int, votes: Votes) -> Due:
     is_last = run.consensus.is_stopping or step == run.plan.num_steps
     save = not is_last and (votes.retry_save or run.schedule.is_due(step))
     save_local = not (is_last or votes.is_saving) and run.schedule.is_local_due(step)
-    evaluate = is_due(step, run.plan.job.train.eval_interval, run.plan.num_steps)
+    evaluate = run.validation_set is not None
+    evaluate = evaluate and is_due(step, run.plan.job.train.eval_interval, run.plan.num_steps)
     log = is_last or (is_leader and (save or save_local)) or evaluate or run.metrics.is_due(step)
     return Due(is_leader and save, is_leader and save_local, evaluate, log)
 
@@ -401,6 +402,7 @@ def evaluate_model(run: Run, texts: list[str]) -> float:
         StopRequested: on all ranks, if they stop before the end.
     """
     train_step, count = run.built.train_step, run.plan.job.train.eval_sequences
+    assert run.validation_set is not None, "nothing is evaluated without a validation set"
     batches = validation_batches(run.plan, run.validation_set, run.built.mesh, count)
     try:
         loss = train_step.evaluate(run.consensus.until_stop(batches))

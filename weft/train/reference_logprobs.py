@@ -57,7 +57,8 @@ def with_references(
     Raises:
         CheckpointError: if the file is missing or damaged after step 0.
     """
-    content_key = repr([dataset.fingerprint, built.plan.seq_len, built.plan.job.data.overlong])
+    stores = [store.fingerprint for store in dataset.stores]
+    content_key = repr([stores, built.plan.seq_len, built.plan.job.data.overlong])
     file = built.plan.run_path / f"references-{xxh3_64_hexdigest(content_key.encode())}.npy"
     sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
     lengths = [samples.num_pairs for samples in sources]
@@ -74,7 +75,8 @@ def with_references(
     references = run_on_rank_0(read, f"{file}: could not be read")
     if references is None and step:
         raise CheckpointError(
-            f"{file}: the log-probabilities of the initial model are missing. {REMEDY}"
+            f"{file}: the log-probabilities of the initial model are missing. With this objective, "
+            f"data.validation_path must stay as it was. {REMEDY}"
         )
     if references is None:
         log(f"computing the initial model's log-probabilities of {sum(lengths):,} pairs")

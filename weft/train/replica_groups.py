@@ -66,6 +66,7 @@ GROUP_KEYS = (
     "monitor.",
     "data.path",
     "data.mixture",
+    "data.validation_path",
     "data.tokenizer",
     "data.cache_dir",
     "resilience.faults",

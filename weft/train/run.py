@@ -60,7 +60,7 @@ class Run:
     params: list[Parameter]  # the trainable ones of this rank
     blocks: list[nn.Module]  # the repeated blocks of this rank
     initial_state: TrainState  # from the newest checkpoint
-    validation_set: Mixture
+    validation_set: Mixture | None  # None: there are no evaluations
     data: Prefetcher
     replicas: SingleReplica  # replica groups; a single one without ``resilience.lighthouse``
     checkpoints: CheckpointManager
@@ -110,6 +110,7 @@ def open_run(
         mixtures = {
             split: build_mixture(dataset, split, plan.seq_len, job.data, plan.seed)
             for split in SPLITS
+            if split == "train" or (job.data.validates and dataset.has_validation)
         }
         unreadable = f"{run_dir}: the files of the run could not be read"
         if built.train_step.objective.needs_references:
@@ -173,7 +174,7 @@ def open_run(
             params=params,
             blocks=[block for part in built.model_parts for block in blocks(part)],
             initial_state=state,
-            validation_set=mixtures["validation"],
+            validation_set=mixtures.get("validation"),
             data=data,
             replicas=replicas,
             checkpoints=checkpoints,

@@ -385,8 +385,9 @@ class TrainStep:
             self.metrics[:, 0] += losses.metrics_BM.sum(0)
             counts_BM = losses.metric_counts_BM
             self.metrics[:, 1] += sums_BC2[:, 0, 1].sum() if counts_BM is None else counts_BM.sum(0)
-        if self.loss_by_source is not None:
-            source_B1 = cast(Tensor, batch.sources_B).unsqueeze(1)
+        # The samples of data.validation_path are of no source of the mixture.
+        if self.loss_by_source is not None and batch.sources_B is not None:
+            source_B1 = batch.sources_B.unsqueeze(1)
             sources_S = torch.arange(len(self.loss_by_source), device=self.device)
             is_source_BS = (source_B1 == sources_S).to(sums_BC2.dtype)
             sums_BC2 = sums_BC2[: len(source_B1)]
