@@ -28,6 +28,8 @@ CALLED_BY_OTHERS = {
     "_loglikelihood_tokens",
     "loglikelihood_rolling",
     "generate_until",
+    "apply_chat_template",
+    "tokenizer_name",
     "_repr_html_",  # IPython
     "exit_reason",  # docs/python.md
 }

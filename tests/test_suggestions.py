@@ -70,7 +70,6 @@ def test_nearest_key_another_thing_is_offered_no_key(name: str) -> None:
     [
         "optim.ema_decay",
         "--rampup-batch-size",
-        "train.freeze",
         "checkpoint.keep_every",
         "train.early_stopping_patience",
         "load_best_model_at_end",

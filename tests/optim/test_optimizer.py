@@ -176,7 +176,7 @@ def test_optimizer_groups_are_read_from_toml_and_written_back(tmp_path: Path) ->
     again.write_text(to_toml(job, "mine", base))
     assert read_job(str(again))[0] == job
     for groups, rule in (
-        ('[{params=["*"], lr_mult=0}]', r"\[0\].lr_mult must be greater than 0"),
+        ('[{params=["*"], lr_mult=-1}]', r"\[0\].lr_mult must be .*0"),
         ('[{params=["*"]}, {lrmult=1}]', r"\[1\].params is missing or \[1\].lrmult is not a known"),
     ):
         _, _, errors = read_job("demo", [("optim.groups", groups)])

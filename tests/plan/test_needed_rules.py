@@ -234,6 +234,18 @@ NO_EFFECT = [
         f"{TEXT} {Q_PROJ}",
         'lora.targets=["q_proj","nonsense"]',
     ),
+    Refused(
+        "optim.groups",
+        "freezes every trainable",
+        TEXT,
+        'optim.groups=[{params=["*"],lr_mult=0}]',
+    ),
+    Refused(
+        "optim.groups.weight_decay",
+        "lr_mult=0 freezes the group",
+        TEXT,
+        'optim.groups=[{params=["*norm*"],lr_mult=0,weight_decay=0.5}]',
+    ),
     Refused("optim.groups", "matches no trainable", TEXT, 'optim.groups=[{params=["nonsense"]}]'),
     Refused(
         "optim.groups.momentum",
@@ -532,6 +544,12 @@ NOT_RUN = [
         "optim.qk_clip_threshold",
         "which LoRA freezes",
         "lora.rank=4 optim.qk_clip_threshold=1",
+        MEANING,
+    ),
+    NotRun(
+        "optim.qk_clip_threshold",
+        "lr_mult=0 freezes",
+        'optim.groups=[{params=["*.k_proj.*"],lr_mult=0}] optim.qk_clip_threshold=1',
         MEANING,
     ),
     NotRun(

@@ -92,7 +92,8 @@ def load_checkpoint(
     enter_phase("load")
     fault_point("load")
     manifest, contents = _open_checkpoint(path)
-    mismatches = _load_tensors(contents, model_parts, optimizer, is_complete=True)
+    frozen = manifest.get("frozen", [])
+    mismatches = _load_tensors(contents, model_parts, optimizer, frozen, is_complete=True)
     _raise_if_damaged(contents, mismatches)
     return manifest
 
@@ -178,7 +179,8 @@ def load_local_checkpoint(
         tensors = parse_contents(manifest, step_dir, require_all_shards=False).tensors
         empty = {name: entry._replace(shards=[]) for name, entry in tensors.items()}
         contents = Contents(step_dir, empty, {})
-    mismatches = _load_tensors(contents, model_parts, optimizer, is_complete=False)
+    frozen = manifest.get("frozen", [])
+    mismatches = _load_tensors(contents, model_parts, optimizer, frozen, is_complete=False)
     if mismatches:
         raise DamagedCheckpoint(f"{step_dir}: {mismatches[0]} differs from what was saved")
     return manifest
@@ -188,6 +190,7 @@ def _load_tensors(
     contents: Contents,
     model_parts: Sequence[nn.Module],
     optimizer: Optimizer | None,
+    frozen: Sequence[str],
     is_complete: bool,
 ) -> list[str]:
     """Load into live tensors and verify.
@@ -196,6 +199,7 @@ def _load_tensors(
         contents: table of contents.
         model_parts: this rank's parts of the model.
         optimizer: None: load only the parameters.
+        frozen: names of parameters that were frozen when they were saved.
         is_complete: True if ``contents`` has all shards.  Then one rank reads each shard;
             otherwise every rank reads the shards that it finds.
 
@@ -211,7 +215,7 @@ def _load_tensors(
         saved = {
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
         }
-        _run_on_all(contents, lambda: _check_optimizer_state(saved, model_parts))
+        _run_on_all(contents, lambda: _check_optimizer_state(saved, model_parts, frozen))
         allocate_optimizer_state(model_parts, optimizer, saved)
         state |= optimizer_state(model_parts, optimizer)
     mismatches = _load_state(contents, model_parts, state, is_complete)
@@ -228,13 +232,16 @@ def _run_on_all(contents: Contents, work: Callable[[], None]) -> None:
 
 
 def _check_optimizer_state(
-    saved: Mapping[str, tuple[torch.Size, torch.dtype]], model_parts: Sequence[nn.Module]
+    saved: Mapping[str, tuple[torch.Size, torch.dtype]],
+    model_parts: Sequence[nn.Module],
+    frozen: Sequence[str],
 ) -> None:
     """Check that all trainable parameters have optimizer state of a usual kind.
 
     Args:
         saved: shape and dtype of every tensor in the checkpoint, by name.
         model_parts: this rank's parts of the model.
+        frozen: names of parameters without state, which begins with the next step.
 
     Raises:
         CorruptData: with the first parameter.
@@ -251,6 +258,8 @@ def _check_optimizer_state(
     for name, _ in trainable_parameters(model_parts):
         own = keys.get(name, {})
         is_unusual = any(usual[key, like] < usual[key, not like] for key, like in own.items())
+        if name in frozen and not own:
+            continue
         if is_unusual or any(own.keys() < kind for kind in kinds):
             raise CorruptData(f"the optimizer state of {name} is missing or incomplete")
 

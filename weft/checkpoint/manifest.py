@@ -99,6 +99,7 @@ class ManifestHeader(_Schema):
     inside: str = Field("", pattern="^([0-9a-f]{8})?$")
     data: ShortText | None = None
     imported: ShortText | None = None
+    frozen: list[ShortText] = []  # parameters without optimizer state
     mesh: dict[ShortText, Count] = {}
     run_files: dict[ShortText, ShortText] = {}  # see `weft.checkpoint.run_fingerprints`
     weft: ShortText = ""

@@ -26,9 +26,30 @@ def trainable_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str
     return (pair for pair in _all_parameters(model_parts).items() if pair[1].requires_grad)
 
 
-def frozen_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the frozen parameters, which only the base checkpoint contains."""
-    return (pair for pair in _all_parameters(model_parts).items() if not pair[1].requires_grad)
+def saved_parameters(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that every checkpoint contains.
+
+    Of a model with adapters these are the adapters and what else is trained, of any other model
+    all, also those that ``optim.groups`` freezes.
+    """
+    params = _all_parameters(model_parts)
+    has_adapters = any(map(_is_adapter, params))
+    return (
+        (name, param)
+        for name, param in params.items()
+        if param.requires_grad or _is_adapter(name) or not has_adapters
+    )
+
+
+def frozen_parameters(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters below adapters, which only the base checkpoint contains."""
+    saved = dict(saved_parameters(model_parts))
+    return (pair for pair in _all_parameters(model_parts).items() if pair[0] not in saved)
+
+
+def _is_adapter(name: str) -> bool:
+    """Return True for the name of an adapter's parameter: see `weft.parallel.lora`."""
+    return ".lora_" in name
 
 
 def _all_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
@@ -55,11 +76,11 @@ def persistent_buffers(model_parts: Iterable[nn.Module]) -> Iterator[tuple[str, 
 
 
 def model_state(model_parts: Sequence[nn.Module]) -> StateDict:
-    """Return the trainable parameters and persistent buffers as ``model.<name>``.
+    """Return the parameters and buffers of a checkpoint as ``model.<name>``.
 
     The tensors share memory with the model.
     """
-    params = {f"model.{name}": param.data for name, param in trainable_parameters(model_parts)}
+    params = {f"model.{name}": param.data for name, param in saved_parameters(model_parts)}
     return params | {f"model.{name}": buffer for name, buffer in persistent_buffers(model_parts)}
 
 

@@ -290,7 +290,7 @@ class DataSection(Section):
         return self.model_copy(update=update) if self.validation_path else self
 
     def for_validation(self, tokenizer: str) -> DataSection:
-        """Return the section of ``validation_path``; ``tokenizer``: that of the training data."""
+        """Return the section of ``validation_path``, with a tokenizer."""
         update = {"path": self.validation_path, "mixture": {}, "tokenizer": tokenizer}
         return self.for_training.model_copy(update=update)
 
@@ -452,7 +452,11 @@ class OptimGroup(Section):
     """Parameters with other options; auto: the value of section optim."""
 
     params: tuple[Text, ...] = key(..., "patterns of names of the full model", min_length=1)
-    lr_mult: Above0 = key(1.0, "factor of the learning rate")
+    lr_mult: Annotated[float, Field(ge=0)] = key(
+        1.0,
+        "factor of the learning rate. 0: the parameters are frozen, without gradient or optimizer "
+        "state",
+    )
     weight_decay: Annotated[float, Field(ge=0)] | Auto = key("auto", "weight decay")
     beta1: Fraction | Auto = key("auto", "decay of the first moment")
     beta2: Fraction | Auto = key("auto", "decay of the second moment")

@@ -1,4 +1,4 @@
-"""Dataset of a run: one prepared store, or several in a mixture, or with a validation set.
+"""Dataset of a run: one prepared store, a mixture, or both with a validation set.
 
 A dataset of more than one store is a directory like a store::
 

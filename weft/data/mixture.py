@@ -1,4 +1,4 @@
-"""Write the dataset of several prepared stores: a mixture, or with a validation set of its own."""
+"""Write the dataset of several prepared stores: a mixture, a validation set."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def describe_overlap(stores: Sequence[Store], validation: Store, report: Report)
 
 
 def _hash_documents(store: Store) -> Iterator[int]:
-    """Yield a hash of the tokens of each document, conversation or pair of the train split."""
+    """Yield a hash of the tokens of each document, conversation or pair."""
     stream, manifest = store.tokens("train"), store.manifest
     if manifest.kind == "text":
         ends = stream.find_token(manifest.separator) + 1

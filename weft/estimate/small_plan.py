@@ -7,6 +7,7 @@ The reduced plan has few blocks per stage, few microbatches and few kinds of sta
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,16 @@ def make_traceable(plan: Plan, device: str) -> Plan:
 def find_layer_pattern(plan: Plan) -> tuple[int, int]:
     """Return the number of irregular first blocks, and the period of the others."""
     kind = plan.family.layer_kind
-    if kind is None:
+    if kind is None and not plan.frozen_params:
         return 0, 1
-    kinds = [kind(plan.model, layer) for layer in range(plan.model.num_layers)]
+    layers = range(plan.model.num_layers)
+    kinds: list[object] = [kind(plan.model, layer) if kind else None for layer in layers]
+    # A block is of another kind if other parameters of it are frozen.
+    frozen: list[set[str]] = [set() for _ in layers]
+    for name in plan.frozen_params:
+        if match := re.match(r"layers\.(\d+)\.", name):
+            frozen[int(match[1])].add(name[match.end() :])
+    kinds = list(zip(kinds, frozen, strict=True))
     patterns = [
         (first, period)
         for first in range(len(kinds))

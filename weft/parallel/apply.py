@@ -86,6 +86,9 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
 
     # LoRA adds modules, which tensor parallelism and FSDP then shard like all others.
     sharding = _add_adapters(model, blocks, plan, float8_names, family.sharding)
+    if plan.frozen_params:
+        for name, param in model.named_parameters():
+            param.requires_grad_(param.requires_grad and name not in set(plan.frozen_params))
 
     # Tensor, expert and context parallelism change single operators: their weights and their
     # collectives.  All later steps wrap whole blocks, and must wrap the changed operators.

@@ -6,7 +6,10 @@ The plan counts and validates with this module; `weft.parallel.lora` builds the 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
+
+import torch
 
 from weft.config.schema import LoraSection
 from weft.models import Family
@@ -84,7 +87,13 @@ class TrainingCost(NamedTuple):
     causal_flops_per_token: float  # counts only the attention scores below the causal mask
 
 
-def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int) -> TrainingCost:
+def training_cost(
+    section: LoraSection,
+    model: Any,
+    family: Family,
+    seq_len: int,
+    frozen_params: Collection[str] = (),
+) -> TrainingCost:
     """Count the trainable parameters of a model and the FLOPs per token.
 
     A trainable weight costs 6 FLOPs per token: forward, gradient of the input, gradient of the
@@ -92,7 +101,8 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     experts and their adapters, the active ones count.  The count ignores that the input of the
     first block needs no gradient.
 
-    ``model`` is the family's configuration.  A LoRA rank of 0 means that all weights are trained.
+    ``model`` is the family's configuration.  A LoRA rank of 0 means that weights are trained: all
+    but ``frozen_params``, names of the full model (with LoRA, of adapters).
     """
     # A token attends to half of its sequence on average.
     full, causal = (family.flops_per_token(model, n) for n in (seq_len, (seq_len + 1) // 2))
@@ -102,16 +112,25 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     common = (seq_len, units, section.rank, num_params)
     if not section.rank:
         experts = sum(unit.expert_params for unit in units)
-        return TrainingCost(*common, num_active, num_params, experts, 0, full, causal)
+        left, left_experts, saved = _count_frozen(model, family, frozen_params)
+        counts = (num_active, num_params - left, experts - left_experts, 0)
+        return TrainingCost(*common, *counts, full - saved, causal - saved)
     trained = experts = active = quantized = 0
     matrices, outer = list_matrices(model, family), outer_targets(model, section)
     if section.quantize != "none":
         quantized = sum(m.out_features * m.in_features * (m.experts or 1) for m in matrices)
     for name, outputs, inputs, num_experts, _ in [*matrices, *outer]:
-        params = section.rank * (outputs + inputs) + section.dora * outputs
-        params *= is_target(name, section)
-        trained += params * (num_experts or 1)
-        experts += params * num_experts
+        sizes = {"A": section.rank * inputs, "B": section.rank * outputs}
+        sizes["magnitude"] = outputs * section.dora
+        params = sum(sizes.values()) * is_target(name, section)
+        kind = "embedding_" if name == "embed_tokens" else ""
+        held = sum(
+            size
+            for each, size in sizes.items()
+            if f"{name}.lora_{kind if each in 'AB' else ''}{each}.weight" in frozen_params
+        )
+        trained += (params - held) * (num_experts or 1)
+        experts += (params - held) * num_experts
         params -= section.rank * inputs * (name == "embed_tokens")  # a lookup
         active += params * (model.active_experts if num_experts else 1)
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
@@ -120,6 +139,29 @@ def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int
     return TrainingCost(*common, *counts, full + change, causal + change)
 
 
+def _count_frozen(
+    model: Any, family: Family, frozen_params: Collection[str]
+) -> tuple[int, int, float]:
+    """Count frozen parameters, those of experts, and the FLOPs that they save."""
+    if not frozen_params:
+        return 0, 0, 0.0
+    with torch.device("meta"):
+        sizes = {name: param.numel() for name, param in family.build(model).named_parameters()}
+    matrices = {f"{matrix.name}.weight": matrix for matrix in list_matrices(model, family)}
+    # A tied head multiplies by the embedding.
+    head = "lm_head.weight" if "lm_head.weight" in sizes else "embed_tokens.weight"
+    count = experts = products = 0
+    for name in frozen_params:
+        count += sizes[name]
+        if (matrix := matrices.get(name)) is not None:
+            experts += sizes[name] * bool(matrix.experts)
+            active = model.active_experts if matrix.experts else 1
+            products += matrix.out_features * matrix.in_features * active
+        elif name == head:
+            products += sizes[name]
+    return count, experts, 2.0 * products  # the product for the gradient of the weight
+
+
 def plan_cost(plan: Plan) -> TrainingCost:
     """Return the `training_cost` of a plan."""
-    return training_cost(plan.job.lora, plan.model, plan.family, plan.seq_len)
+    return training_cost(plan.job.lora, plan.model, plan.family, plan.seq_len, plan.frozen_params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import filter as filter_names
 from typing import Any
 
@@ -18,6 +18,9 @@ from weft.plan.matrices import is_matrix, list_matrices
 from weft.plan.model_config import shown_name
 from weft.plan.plan import Plan
 
+# The weights that `weft.optim.qk_clip` scales.
+QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
+
 
 def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) -> None:
     """Check the optimizer's keys, and that each pattern of its groups has an effect."""
@@ -26,7 +29,8 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
     if optim.state_dtype != "float32" and not is_weft:
         rule = f"is only for adamw and muon, not {optim.name}"
         errors.add("optim.state_dtype", rule, "use float32", ("optim.name",))
-    _check_qk_clip(errors, job, model)
+    frozen = find_frozen_params(job, model, family)
+    _check_qk_clip(errors, job, model, frozen)
     depends = ("optim.name", "model.kind", "model.num_layers", "lora.rank", "lora.targets")
     names = trainable_names(job, model, family) if optim.groups else {}
     owners = {name: optim.group_of(name) for name in names}
@@ -42,6 +46,12 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
         has_matrix = optim.name == "muon" and any(names[name] for name in own)
         has_muon = has_matrix and group.optimizer == "auto"
         has_adamw = not has_muon or not all(names[name] for name in own)
+        if group.lr_mult == 0:
+            options = ("weight_decay", "beta1", "beta2", "eps", "momentum", "optimizer")
+            for option in [name for name in options if getattr(group, name) != "auto"]:
+                rule, value = "has no effect: lr_mult=0 freezes the group", getattr(group, option)
+                errors.add(f"{key}.{option}", rule, f"remove {option}", (key,), value=value)
+            continue
         is_read = {"momentum": has_muon, "optimizer": has_matrix}
         is_read |= dict.fromkeys(("beta1", "beta2", "eps"), has_adamw)
         for option in [name for name, reads in is_read.items() if is_weft and own and not reads]:
@@ -51,8 +61,22 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
                 rest = f"remove {option}", (key, *depends)
                 errors.add(f"{key}.{option}", rule, *rest, value=value)
 
+    if names and len(frozen) == len(names):
+        rule = "freezes every trainable parameter (lr_mult=0)"
+        errors.add(key, rule, "leave some out of the frozen groups", depends, value="(given)")
 
-def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any) -> None:
+
+def find_frozen_params(job: Job, model: Any, family: Family) -> tuple[str, ...]:
+    """Return the full names of the parameters of groups with ``lr_mult=0``."""
+    groups = job.optim.groups
+    if all(group.lr_mult for group in groups):
+        return ()
+    names = trainable_names(job, model, family)
+    owners = {name: job.optim.group_of(name) for name in names}
+    return tuple(name for name, own in owners.items() if own >= 0 and not groups[own].lr_mult)
+
+
+def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any, frozen: Sequence[str]) -> None:
     """Check that QK-clip can have an effect, and that attention is weft's."""
     key, threshold = "optim.qk_clip_threshold", job.optim.qk_clip_threshold
     if not isinstance(model, DecoderConfig):
@@ -70,6 +94,10 @@ def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any) -> None:
     if job.lora.rank:
         rule = "cannot scale the weights of queries and keys, which LoRA freezes"
         errors.add(key, rule, "use 0, or lora.rank=0", ("lora.rank",))
+    weights = [name for name in frozen if name.endswith(QUERY_KEY_WEIGHTS)]
+    if weights and not job.lora.rank:
+        rule = f"cannot scale the weights of queries and keys that lr_mult=0 freezes ({weights[0]})"
+        errors.add(key, rule, "use 0, or train these weights", ("optim.groups",))
     if 0 < model.attention_softcap <= threshold:
         rule = f"has no effect: model.attention_softcap={model.attention_softcap:g} limits logits"
         remedy = f"use less than {model.attention_softcap:g}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.degrees import ParallelDims, format_choices, possible_degrees
-from weft.plan.lora_plan import TrainingCost, is_target
-from weft.plan.matrices import Matrix
+from weft.plan.lora_plan import TrainingCost, outer_targets
+from weft.plan.matrices import list_matrices
+from weft.plan.optim_rules import find_frozen_params, trainable_names
 from weft.plan.pipeline_schedule import (
     ScheduleSpec,
     build_schedule,
@@ -19,7 +21,7 @@ from weft.plan.pipeline_schedule import (
     num_scheduled_microbatches,
     stage_index_to_rank,
 )
-from weft.plan.plan import PipelinePlan, uses_embedding_twice
+from weft.plan.plan import PipelinePlan, Stage, uses_embedding_twice
 from weft.plan.stages import check_layers_per_stage, split_into_stages
 
 # With at least this many microbatches per rank, the bubble is below a fifth of the step.
@@ -191,22 +193,41 @@ def _check_stage_count(
         errors.add("parallel.pp", rule, remedy, ("model.num_layers", "model.preset"))
 
 
-def check_adapter_stages(
-    errors: ConfigErrors, job: Job, pipeline: PipelinePlan, matrices: Sequence[Matrix]
+def check_trained_stages(
+    errors: ConfigErrors, job: Job, pipeline: PipelinePlan, model: Any, family: Family
 ) -> None:
-    """Check that every rank of a pipeline has a trainable adapter.
+    """Check that every rank of a pipeline has a trainable parameter.
 
     torch computes gradients of the first stage's output, so that stage needs a trainable
     parameter.  Every rank has an optimizer, which needs a parameter.
     """
-    key, remedy = "pipeline.layers_per_stage", "give it at least one block with an adapter"
+    has_adapters = bool(job.lora.rank)
+    key = "pipeline.layers_per_stage"
+    remedy = f"give it at least one block with {'an adapter' if has_adapters else 'one'}"
     if not job.pipeline.layers_per_stage:
         key, remedy = "parallel.pp", "use 1, or more layers"
-    adapted = {matrix.block + 1 for matrix in matrices if is_target(matrix.name, job.lora)}
-    trained = [stage for stage in pipeline.stages if not adapted.isdisjoint(stage.units)]
+    trained = [stage for stage in pipeline.stages if _is_trained(job, stage, model, family)]
     for rank, stages in enumerate(pipeline.stages_by_rank):
         is_first = pipeline.stages[0] in stages
         if not any(stage in trained for stage in (pipeline.stages[:1] if is_first else stages)):
             name = "the first stage" if is_first else f"pipeline rank {rank}"
-            rule = f"leaves {name} without an adapter to train"
-            errors.add(key, rule, remedy, ("lora.targets",))
+            rule = (
+                f"leaves {name} without {'an adapter' if has_adapters else 'a parameter'} to train"
+            )
+            errors.add(key, rule, remedy, ("lora.targets", "optim.groups"))
+
+
+def _is_trained(job: Job, stage: Stage, model: Any, family: Family) -> bool:
+    """Return True if a stage has a parameter that is trained."""
+    frozen = set(find_frozen_params(job, model, family))
+    if job.lora.rank:
+        names = trainable_names(job, model, family).keys() - frozen
+        layers = {name.rpartition(".lora_")[0] for name in names}
+        adapted = [*list_matrices(model, family), *outer_targets(model, job.lora)]
+        units = {matrix.block + 1 for matrix in adapted if matrix.name in layers}
+        return not units.isdisjoint(stage.units)
+    with torch.device("meta"):
+        module = family.build(model)
+    assert family.prune_to_stage is not None
+    family.prune_to_stage(module, range(stage.first_unit, stage.end_unit))
+    return any(name not in frozen for name, _ in module.named_parameters())

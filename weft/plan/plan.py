@@ -169,6 +169,7 @@ class Plan:
     num_params: int  # includes adapters
     num_active_params: int  # parameters that process a token; fewer in a mixture of experts
     num_trainable_params: int  # frozen parameters have no gradient and no optimizer state
+    frozen_params: tuple[str, ...]  # names of those that optim.groups freezes
     flops_per_token: float  # forward and backward, without recomputation
     causal_flops_per_token: float  # counts only the attention scores below the causal mask
     # FLOP/s of one device; None if unknown.  bfloat16 also with float8: see `weft.plan.devices`.

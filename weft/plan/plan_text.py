@@ -167,8 +167,8 @@ def _describe_model(plan: Plan) -> str:
     changes = ", ".join(f"{field} {value}" for field, value in fields.items())
     text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
     if plan.num_trainable_params < plan.num_params:
-        trainable, rank = plan.num_trainable_params, plan.lora_rank
-        text += f", of which {trainable:,} are trainable (LoRA of rank {rank})"
+        reason = f"LoRA of rank {plan.lora_rank}" if plan.lora_rank else "lr_mult=0 freezes others"
+        text += f", of which {plan.num_trainable_params:,} are trainable ({reason})"
     if plan.num_active_params < plan.num_params:
         text += f", {plan.num_active_params:,} of them active per token"
     return text

@@ -125,8 +125,8 @@ def check_lora(
 class FrozenWeights(NamedTuple):
     """The memory of a model with frozen weights and trainable adapters."""
 
-    bytes_per_weight: float  # mean over the frozen weights
-    adapter_ratio: float  # adapter parameters per frozen weight
+    bytes_per_weight: float  # frozen bytes per weight of the model
+    adapter_ratio: float  # trained parameters per weight of the model
 
 
 def frozen_weights(
@@ -140,7 +140,9 @@ def frozen_weights(
         compute_bytes: bytes of a weight that is not quantized.
     """
     if not cost.lora_rank:
-        return None
+        trained = cost.trainable_params / cost.num_params
+        # optim.groups freezes weights in float32.
+        return None if trained == 1 else FrozenWeights(4 * (1 - trained), trained)
     quantized = cost.quantized_params / cost.num_params
     quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
     bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes

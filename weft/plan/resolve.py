@@ -22,11 +22,11 @@ from weft.models import Family, load_family
 from weft.plan.degrees import ParallelDims, divisors, resolve_degrees
 from weft.plan.devices import peak_flops
 from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
-from weft.plan.lora_plan import TrainingCost, outer_targets, training_cost
-from weft.plan.matrices import find_float8_matrices, list_matrices, supports_float8
+from weft.plan.lora_plan import TrainingCost, training_cost
+from weft.plan.matrices import find_float8_matrices, supports_float8
 from weft.plan.model_config import Adopt, adopt_model, is_complete, model_name, resolve_section
-from weft.plan.optim_rules import check_optimizer, export_warnings
-from weft.plan.pipeline_plan import check_adapter_stages, count_microbatches, resolve_pipeline
+from weft.plan.optim_rules import check_optimizer, export_warnings, find_frozen_params
+from weft.plan.pipeline_plan import check_trained_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
 from weft.plan.plan_warnings import (
@@ -138,7 +138,8 @@ def resolve(
             check_batch(errors, job, degrees, num_nodes)
         raise InvalidConfig(errors)
     family = load_family(job.model.kind).of(model, degrees.whole_experts)
-    cost = training_cost(job.lora, model, family, train.seq_len)
+    frozen_params = find_frozen_params(job, model, family)
+    cost = training_cost(job.lora, model, family, train.seq_len, frozen_params)
     if not has_degrees:
         # Batch and stages depend on the data-parallel degree; heads and sequence length do not.
         check_layout(errors, job, model, family, degrees, fixed_ranks)
@@ -203,6 +204,7 @@ def resolve(
         num_params=cost.num_params + (cost.trainable_params if cost.lora_rank else 0),
         num_active_params=cost.active_params,
         num_trainable_params=cost.trainable_params,
+        frozen_params=frozen_params,
         flops_per_token=cost.flops_per_token,
         causal_flops_per_token=cost.causal_flops_per_token,
         peak_flops=peak,
@@ -369,9 +371,8 @@ def _resolve_batch(
             fixed_ranks,
         )
         check_full_microbatches(errors, family, local_batch_size, microbatch_size)
-        if cost.lora_rank and pipeline is not None:
-            adapted = [*list_matrices(model, family), *outer_targets(model, job.lora)]
-            check_adapter_stages(errors, job, pipeline, adapted)
+        if pipeline is not None and (cost.lora_rank or cost.trainable_params < cost.num_params):
+            check_trained_stages(errors, job, pipeline, model, family)
     return _BatchPlan(local_batch_size, microbatch_size, pipeline, reshard, gradient_sync)
 
 

@@ -121,6 +121,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         '[{params=["*_proj*"], lr_mult=3, weight_decay=0.3}]',
         '[{params=["layers.0.*"], lr_mult=0.3}, {params=["*"], lr_mult=2, weight_decay=0}]',
         '[{params=["*norm*", "embed*"], lr_mult=0.5, weight_decay=0.5, beta1=0.5, beta2=0.8}]',
+        '[{params=["*norm*", "embed*", "*.k_proj*", "layers.0.*up_proj*"], lr_mult=0}]',
         MUON_GROUPS,
     ),
     "optim.max_grad_norm": ("0", "0.5", "1.5"),

@@ -23,7 +23,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from weft.checkpoint.state_dict import frozen_parameters, persistent_buffers, trainable_parameters
+from weft.checkpoint.state_dict import (
+    frozen_parameters,
+    persistent_buffers,
+    saved_parameters,
+    trainable_parameters,
+)
 from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
@@ -198,7 +203,7 @@ def build(plan: Plan, rank: Rank) -> Built:
 
     init_params(
         chain(
-            trainable_parameters(model_parts),
+            saved_parameters(model_parts),
             frozen_parameters(model_parts),
             persistent_buffers(model_parts),
         ),

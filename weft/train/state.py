@@ -63,6 +63,7 @@ class TrainState:
             "divergence_state": self.divergence_state,
             **({"base": self.base} if self.base else {}),
             "data": dataset.fingerprint,
+            **({"frozen": list(plan.frozen_params)} if plan.frozen_params else {}),
             "mesh": plan.axis_sizes,
             "weft": __version__,
             "torch": torch.__version__,
