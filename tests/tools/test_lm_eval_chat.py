@@ -68,7 +68,13 @@ def test_chat_scores_equal_those_of_the_export(
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     rows = [
-        {"begin": f"what is {n}?", "first": "it", "second": "that", "third": f"is {n}", "answer": n % 3}
+        {
+            "begin": f"what is {n}?",
+            "first": "it",
+            "second": "that",
+            "third": f"is {n}",
+            "answer": n % 3,
+        }
         for n in range(8)
     ]
     data = tmp_path / "data.jsonl"
@@ -107,7 +113,7 @@ def test_run_without_a_template_is_refused(store_path: Path, tmp_path: Path) -> 
     from weft.tools.lm_eval_model import WeftLM
 
     lm = WeftLM(str(random_run(tmp_path / "run", store_path)), device="cpu")
-    with pytest.raises(InvalidConfig, match="data.chat_template"):
+    with pytest.raises(InvalidConfig, match=r"data\.chat_template"):
         lm.apply_chat_template(CHAT)
     assert lm.chat_template(False) is None
 

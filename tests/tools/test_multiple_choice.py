@@ -69,10 +69,11 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def ours(run: Path, task_file: Path) -> dict[str, Any]:
+def ours(run: Path, task_file: Path, fewshot: int | None = None) -> dict[str, Any]:
     checkpoint = find_checkpoint(run)
     model = load_local_model(checkpoint, torch.device("cpu"))
-    return asdict(score_task(read_task(task_file), model, load_chat_format(checkpoint), 8))
+    task = read_task(task_file, fewshot)
+    return asdict(score_task(task, model, load_chat_format(checkpoint), 8))
 
 
 def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
@@ -129,6 +130,67 @@ def test_score_equals_the_harness_and_transformers(
     # transformers prints an incomplete last character, weft omits it.
     theirs_until = [text.rstrip("\ufffd") for text in hf.generate_until(requests)]
     assert lm.generate_until(requests) == theirs_until
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "fewshot_split: test\n",
+        "fewshot_split: test\nfewshot_config: {sampler: first_n}\n",
+        'training_split: train\nfewshot_delimiter: " ## "\n',
+    ],
+)
+def test_fewshot_contexts_equal_those_of_the_harness(
+    run: Path, task_file: Path, lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from weft.tools.lm_eval_model import WeftLM
+
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = (task_file.parent / "data.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "test.jsonl").write_text("".join([*data[:10], *data[:2]]))  # with copies
+    (tmp_path / "train.jsonl").write_text("".join(data[10:]))
+    text = TASK.replace("FILE", f"{tmp_path}/test.jsonl\n    train: {tmp_path}/train.jsonl")
+    (tmp_path / "task.yaml").write_text(text + lines)
+    report = lm_eval.simple_evaluate(
+        model=WeftLM(str(run), device="cpu", batch_size=8),
+        tasks=["continue_it"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        num_fewshot=3,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+    assert report is not None
+    theirs = [s["arguments"][0][0] for s in report["samples"]["continue_it"]]
+    task = read_task(tmp_path / "task.yaml", 3)
+    assert [question.context for question in task.questions] == theirs
+    scores = ours(run, tmp_path / "task.yaml", 3)
+    assert scores["fewshot"] == 3
+    for name in ("acc", "acc_norm"):
+        assert scores[name] == report["results"]["continue_it"][f"{name},none"]
+
+
+def test_fewshot_examples_are_solved_and_never_the_question(task_file: Path) -> None:
+    questions = read_task(task_file).questions
+    task = read_task(task_file, 2)
+    assert task == read_task(task_file, 2)
+    for alone, question in zip(questions, task.questions, strict=True):
+        *examples, last = question.context.split("\n\n")
+        assert last == alone.context
+        assert len(examples) == 2
+        solved = f"{alone.context} {alone.choices[alone.gold]}"
+        assert solved not in examples
+    named = task_file.with_name("two.yaml")
+    named.write_text(task_file.read_text() + "num_fewshot: 2\n")
+    assert read_task(named).questions == task.questions
+    assert read_task(named, 0).questions == questions
+    with pytest.raises(InvalidConfig, match="has 40 documents for 40 examples and a question"):
+        read_task(task_file, 40)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ Without --task, weft computes the loss on the validation set of the run, or on a
 
   weft evaluate runs/demo
   weft evaluate runs/mine --data.path book.txt --parallel.dp_shard 2 --json
-  weft evaluate runs/mine --task questions.yaml --parallel.tp 2
+  weft evaluate runs/mine --task questions.yaml --fewshot 5 --parallel.tp 2
 
 The layout is that of this command: one process, unless degrees are given.  Tasks take parallel.tp
 and parallel.dp_shard; the loss takes any degree.
@@ -18,7 +18,7 @@ import json
 import sys
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import local_path, positive, run_path
+from weft.cli.option_values import count, local_path, positive, run_path
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.run_paths import absolute_dir
 
@@ -39,6 +39,8 @@ def add_evaluate(commands: Commands) -> None:
     add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
     text = "multiple-choice task, a YAML file of the LM Evaluation Harness; repeatable"
     add("--task", action="append", default=[], type=local_path, metavar="FILE", help=text)
+    text = "solved examples before each question of a task (default: its num_fewshot, or 0)"
+    add("--fewshot", type=count, metavar="N", help=text)
     add("--batch", type=positive, default=8, help="task batch size, in sequences (default: 8)")
     add("--json", action="store_true", help="print one JSON object per line instead")
 
@@ -74,9 +76,12 @@ def run_evaluate(options: argparse.Namespace) -> int:
     tasks = []
     for path in options.task:
         try:
-            tasks.append(read_task(path))
+            tasks.append(read_task(path, options.fewshot))
         except InvalidConfig as error:
             errors += error.errors
+    if options.fewshot is not None and not options.task:
+        rule, remedy = "has no effect without a task", "add --task FILE, or remove it"
+        errors.append(ConfigError("--fewshot", options.fewshot, rule, remedy))
     checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     if not tasks:

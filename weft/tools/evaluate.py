@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,11 +67,16 @@ TASK_KEYS: AllowedValues = {
     "training_split": None,
     "target_delimiter": None,
     "metric_list": None,
-    "num_fewshot": (0, None),
+    "num_fewshot": None,
+    "fewshot_split": None,
+    "fewshot_delimiter": None,
+    "fewshot_config": None,
     "tag": None,
     "metadata": None,
 }
 DATASET_KEYS: AllowedValues = {"data_files": None}
+FEWSHOT_KEYS: AllowedValues = {"sampler": ("default", "first_n"), "split": None}
+FEWSHOT_SEED = 1234  # the harness's
 METRIC_KEYS: AllowedValues = {
     "metric": ("acc", "acc_norm"),
     "aggregation": ("mean",),
@@ -242,6 +248,7 @@ class ChoiceTask:
 
     name: str
     questions: tuple[Question, ...]
+    fewshot: int = 0  # examples in the context of each question
 
 
 @dataclass(frozen=True)
@@ -250,6 +257,7 @@ class TaskScore:
 
     task: str
     questions: int
+    fewshot: int
     acc: float
     acc_stderr: float
     acc_norm: float
@@ -259,8 +267,12 @@ class TaskScore:
 # --------------------------------------------------------------------------- task files
 
 
-def read_task(path: Path) -> ChoiceTask:
+def read_task(path: Path, fewshot: int | None = None) -> ChoiceTask:
     """Read a task's YAML file and the JSON lines that it names.
+
+    Args:
+        path: the YAML file.
+        fewshot: solved examples before each question; None: the task's ``num_fewshot``.
 
     Raises:
         InvalidConfig: with every reason why the task cannot be scored.
@@ -279,11 +291,23 @@ def read_task(path: Path) -> ChoiceTask:
     if not isinstance(tree, dict):
         raise InvalidConfig([ConfigError("--task", str(path), "is not a task: it has no keys")])
     errors = _check(tree)
-    documents = [] if errors else _read_documents(tree, path, errors)
+    splits = tree.get("test_split") or tree.get("validation_split"), _example_split(tree)
+    documents = [] if errors else _read_documents(tree, path, splits[0], errors)
+    fewshot = (tree.get("num_fewshot") or 0) if fewshot is None else fewshot
+    examples = documents if splits[0] == splits[1] else []
+    if fewshot and not errors and not examples:
+        examples = _read_documents(tree, path, splits[1], errors)
+    if fewshot and not errors and len(examples) <= fewshot:
+        rule = f"has {len(examples)} documents for {fewshot} examples and a question"
+        errors.add("--fewshot", rule, "use fewer examples", value=fewshot)
+        documents = []
+    draw = _ExampleSampler(tree, examples, fewshot, is_same=splits[0] == splits[1])
     questions = []
     for number, document in enumerate(documents, 1):
         try:
-            questions.append(_make_question(tree, document))
+            question = _make_question(tree, document)
+            prefix = "".join(_solve(tree, each) for each in draw(document))
+            questions.append(dataclasses.replace(question, context=prefix + question.context))
         except Exception as error:  # templates may raise any error
             rule = f"fails at document {number}: {type(error).__name__}: {error}"
             errors.add("--task", rule, "fix the template or the data", value=str(path))
@@ -291,7 +315,49 @@ def read_task(path: Path) -> ChoiceTask:
     if not errors and not questions:
         errors.add("--task", "has no questions", value=str(path))
     errors.raise_any()
-    return ChoiceTask(str(tree["task"]), tuple(questions))
+    return ChoiceTask(str(tree["task"]), tuple(questions), fewshot)
+
+
+def _example_split(tree: Json) -> str | None:
+    """Return the split of few-shot examples: as the harness chooses it."""
+    config = tree.get("fewshot_config") or {}
+    names = (tree.get(f"{kind}_split") for kind in ("fewshot", "training", "validation", "test"))
+    return next(filter(None, (config.get("split"), *names)), None)
+
+
+class _ExampleSampler:
+    """Draws the few-shot examples of each question, in the order of the questions.
+
+    They are those of the harness with the same ``fewshot_split``.  A question is no example of
+    itself.
+    """
+
+    def __init__(self, tree: Json, examples: Sequence[Json], count: int, is_same: bool) -> None:
+        self._examples, self._count, self._is_same = list(examples), count, is_same
+        self._takes_first = (tree.get("fewshot_config") or {}).get("sampler") == "first_n"
+        self._random = Random(FEWSHOT_SEED)
+
+    def __call__(self, document: Json) -> list[Json]:
+        if not self._count:
+            return []
+        others = [each for each in self._examples if each != document]
+        if self._takes_first:
+            return others[: self._count]
+        if not self._is_same:
+            return self._random.sample(self._examples, self._count)
+        drawn = self._random.sample(self._examples, self._count + 1)
+        drawn = [each for each in drawn if each != document][: self._count]
+        if len(drawn) < self._count:  # of equal documents
+            drawn = self._random.sample(others, self._count)
+        return drawn
+
+
+def _solve(tree: Json, document: Json) -> str:
+    """Return a document with its answer, and the delimiter of examples."""
+    question = _make_question(tree, document)
+    answer = question.choices[question.gold]
+    end = tree.get("fewshot_delimiter", "\n\n")
+    return f"{question.context}{question.delimiter}{answer}{end}"
 
 
 def _check(tree: Json) -> ConfigErrors:
@@ -305,6 +371,14 @@ def _check(tree: Json) -> ConfigErrors:
         _check_values(errors, "dataset_kwargs.", kwargs, DATASET_KEYS)
     else:
         errors.add("dataset_kwargs", "must be keys with values")
+    fewshot = tree.get("fewshot_config") or {}
+    if isinstance(fewshot, dict):
+        _check_values(errors, "fewshot_config.", fewshot, FEWSHOT_KEYS)
+    else:
+        errors.add("fewshot_config", "must be keys with values")
+    count = tree.get("num_fewshot") or 0
+    if not isinstance(count, int) or count < 0:
+        errors.add("num_fewshot", "must be a number of examples", value=count)
     if not isinstance(metrics, list):
         errors.add("metric_list", "must be a list")
         metrics = []
@@ -325,11 +399,10 @@ def _check_values(errors: ConfigErrors, prefix: str, values: Json, allowed: Allo
         errors.add(f"{prefix}{name}", rule, remedy, value=value)
 
 
-def _read_documents(tree: Json, path: Path, errors: ConfigErrors) -> list[Json]:
-    """Read the documents of the test split, or else of the validation split."""
+def _read_documents(tree: Json, path: Path, split: str | None, errors: ConfigErrors) -> list[Json]:
+    """Read the documents of a split."""
     files = (tree.get("dataset_kwargs") or {}).get("data_files")
     if isinstance(files, dict):
-        split = tree.get("test_split") or tree.get("validation_split")
         files = files.get(str(split))
     names = [files] if isinstance(files, str) else files or []
     documents: list[Json] = []
@@ -345,7 +418,9 @@ def _read_documents(tree: Json, path: Path, errors: ConfigErrors) -> list[Json]:
         except (OSError, ValueError, RecursionError) as error:
             errors.add("dataset_kwargs.data_files", f"cannot be read: {error}", value=name)
     if not names:
-        rule = "must name the files of test_split, or of validation_split"
+        rule = f"must name the files of the split {split}"
+        if split is None:
+            rule = "must name the files of test_split, or of validation_split"
         errors.add("dataset_kwargs.data_files", rule, value=MISSING)
     return documents
 
@@ -406,7 +481,9 @@ def score_task(
         correct.append(float(sums.index(max(sums)) == question.gold))
         correct_norm.append(float(per_char.index(max(per_char)) == question.gold))
     return TaskScore(
-        task.name, len(correct), *_mean_and_error(correct), *_mean_and_error(correct_norm)
+        *(task.name, len(correct), task.fewshot),
+        *_mean_and_error(correct),
+        *_mean_and_error(correct_norm),
     )
 
 
