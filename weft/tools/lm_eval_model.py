@@ -111,7 +111,8 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
     ) -> str:
         """Render a conversation, up to the answer to generate.
 
-        Without a generation prompt, the last message is continued.  A template that rejects a system message gets the conversation without it.
+        Without a generation prompt, the last message is continued.  A template that rejects a
+        system message gets the conversation without it.
         """
         try:
             return self._render(chat_history, add_generation_prompt)
