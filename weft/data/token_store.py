@@ -189,7 +189,7 @@ class Store:
 
     def weights(self, name: SplitName) -> NDArray[np.float32] | None:
         """Return the factor of each token's loss; None: 1 for all that are trained on."""
-        split: Split = getattr(self.manifest, name)
+        split = self.split(name)
         if split.weights is None:
             return None
         return np.asarray(map_shard(self.path, "float32", split.weights))
