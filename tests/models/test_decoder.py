@@ -314,7 +314,8 @@ def test_flops_of_8b_at_8192() -> None:
 
 def test_init_covers_every_parameter_exactly_once() -> None:
     used = set()
-    for config in (SMALL, TIED, RICH, SMALL.model_copy(update={"mtp_layers": 1})):
+    variants = ({"mtp_layers": 1}, {"score_head": True})
+    for config in (SMALL, TIED, RICH, *(SMALL.model_copy(update=each) for each in variants)):
         for name in Decoder(config).state_dict():
             matching = [pattern for pattern in INIT if fnmatchcase(name, pattern)]
             assert len(matching) == 1, f"{name}: {matching}"

@@ -65,6 +65,7 @@ NO_WHOLE = dataclasses.replace(
     _MOE.of(_MOE.presets["toy-moe"]), whole_expert_sharding={}, choose_entries=None
 )
 HERE = "tests.plan.test_needed_rules"
+REWARD = "train.objective=reward data.format=preferences"
 
 
 class BigramConfig(Section):
@@ -462,6 +463,14 @@ NOT_RUN = [
         "spreads the target",
         "train.label_smoothing=0.1 train.objective=dpo data.format=preferences",
         MEANING,
+    ),
+    NotRun("train.objective", "needs logits", "model.score_head=true", MEANING),
+    NotRun("lora.rank", "trains adapters only", f"lora.rank=4 {REWARD}", MEANING),
+    NotRun(
+        "train.objective",
+        "needs a score head",
+        f"{REWARD} model.kind={HERE}:NO_HEADS model.preset=one",
+        USER,
     ),
     NotRun("model.mtp_layers", "predicts beyond", "model.mtp_layers=32", NEVER),
     NotRun("train.epochs", "both set", "train.epochs=1", NEVER),

@@ -82,6 +82,7 @@ CASES = [
     ("train.sft_weight=0.1", f"{PAIRS} train.objective=orpo", 1, f"{PAIRS} train.objective=ipo", 1),
     ("train.simpo_gamma=1", f"{PAIRS} train.objective=dpo", 1,
      f"{PAIRS} train.objective=simpo", 1),
+    ("train.reward_center_coef=0.2", "", 1, "train.objective=reward data.format=preferences", 1),
     ("lora.alpha=32", "", 1, "lora.rank=4", 1),
     ("lora.rank_stabilized=true", "", 1, "lora.rank=4", 1),
     ("lora.dropout=0.1", "lora.rank=4 lora.targets=embed_tokens", 1, "lora.rank=4", 1),

@@ -417,7 +417,8 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         fraction = f"{entries:,} of the model's {plan.model.vocab_size:,} vocabulary entries"
         rest = "the other entries are never trained"
         console.print(f"warning: the tokenizer uses {fraction}; {rest}")
-    samples = build_mixture(dataset, "train", plan.seq_len, job.data, plan.seed)
+    scores = plan.has_score_head
+    samples = build_mixture(dataset, "train", plan.seq_len, job.data, plan.seed, scores)
     usage = count_epochs(plan, dataset, samples)
     for store in dataset.stores:
         for note in store.manifest.notes:
@@ -431,7 +432,7 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         share = f"  {source.share:6.1%}  " if dataset.shares else ""
         console.print(f"{share}{line}")
         if manifest.kind != "text" or job.data.packing == "best_fit":
-            line = describe_packing(source.store, plan.seq_len, job.data, plan.seed)
+            line = describe_packing(source.store, plan.seq_len, job.data, plan.seed, scores)
             console.print(f"{Path(manifest.source).name}: {line}")
     if not job.data.validates or not dataset.has_validation:
         reason = (
@@ -439,7 +440,7 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         )
         console.print(f"no validation set ({reason}): nothing is evaluated")
     elif dataset.validation is not None:
-        validation = build_mixture(dataset, "validation", plan.seq_len, job.data, plan.seed)
+        validation = build_mixture(dataset, "validation", plan.seq_len, job.data, plan.seed, scores)
         manifest = dataset.validation.store.manifest
         line = f"{manifest.train.tokens:,} tokens, {len(validation.sources[0]):,} sequences"
         console.print(f"validation set {Path(manifest.source).name}: {line}")
@@ -487,7 +488,8 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
         lines.append(line)
     run_argument = shlex.quote(display_path(run_dir))
     lines.append(f"run directory: {display_path(run_dir)}")
-    lines.append(f"next:  weft chat {run_argument}")
+    next_command = "evaluate" if plan.has_score_head else "chat"
+    lines.append(f"next:  weft {next_command} {run_argument}")
     own_text = " --data.path FILE_OR_DIRECTORY"
     if job.data.path in (STORIES, STDLIB) and not job.data.is_mixture:
         name = recipe if recipe in recipe_names() else "demo"

@@ -359,8 +359,8 @@ class TrainSection(Section):
     )
     objective: Text = key(
         "next_token",
-        "loss function: next_token; dpo, ipo, orpo or simpo (with data.format=preferences); or "
-        "module:function",
+        "loss function: next_token; dpo, ipo, orpo, simpo or reward (with data.format="
+        "preferences); or module:function",
     )
     preference_beta: Annotated[float, Field(gt=0)] | Auto = key(
         "auto",
@@ -377,6 +377,9 @@ class TrainSection(Section):
     )
     simpo_gamma: Annotated[float, Field(ge=0)] = key(
         0.5, "simpo: margin of the reward by which a chosen answer has to be better"
+    )
+    reward_center_coef: Annotated[float, Field(ge=0)] = key(
+        0.0, "reward: coefficient of the square of the sum of a pair's scores; 0: no such term"
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0,
@@ -399,7 +402,7 @@ class TrainSection(Section):
     @property
     def compares_pairs(self) -> bool:
         """Return True if the objective needs pairs of preferences."""
-        return self.objective in PAIR_OBJECTIVES
+        return self.objective in (*PAIR_OBJECTIVES, "reward")
 
     @property
     def known_steps(self) -> int:

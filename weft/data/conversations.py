@@ -370,13 +370,18 @@ class _SplitFiles:
 
 
 def check_conversations(
-    store: Store, seq_len: int, section: DataSection, use: SplitName = "train"
+    store: Store,
+    seq_len: int,
+    section: DataSection,
+    use: SplitName = "train",
+    scores: bool = False,
 ) -> list[ConfigError]:
     """Return the errors of a store of conversations; an empty list for text.
 
     Errors are a ``data.format`` other than the store's, conversations longer than ``train.seq_len``
     (by file and line), and splits without a usable conversation.  ``use`` is the split of the run
-    that has the train split of the store.
+    that has the train split of the store.  ``scores``: the last token of a conversation is an
+    input, too.
     """
     kind, names = store.manifest.kind, store.manifest.files
     if kind == "text":
@@ -391,7 +396,7 @@ def check_conversations(
     overlong = []
     for split in SPLITS:
         index = store.index(split)
-        lengths = np.diff(index[:, 0], prepend=0) - 1
+        lengths = np.diff(index[:, 0], prepend=0) - (not scores)
         if kind == "preferences":
             index, lengths = index[::2], lengths.reshape(-1, 2).sum(1)
         too_long = np.flatnonzero(lengths > seq_len)
@@ -407,7 +412,7 @@ def check_conversations(
         remedy = f"use {longest}, or set data.overlong=skip{truncate}"
         return [ConfigError("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:
-        _, _, is_used = select_conversations(store, split, seq_len, section)
+        _, _, is_used = select_conversations(store, split, seq_len, section, scores)
         if not is_used.any() and (len(is_used) or split == "train"):
             name = use if split == "train" else split
             rule = f"is shorter than all {len(is_used)} {noun} of the {name} split"

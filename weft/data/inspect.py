@@ -236,9 +236,14 @@ def _count_conversations(store: Store, num_examples: int) -> str:
     return f"{num_lines:,} conversations, as {num_examples:,} examples of one turn,"
 
 
-def describe_packing(store: Store, seq_len: int, section: DataSection, seed: int) -> str:
-    """Return one line that describes how the train split is packed."""
-    packed, split = pack_split(store, "train", seq_len, section, seed), store.manifest.train
+def describe_packing(
+    store: Store, seq_len: int, section: DataSection, seed: int, scores: bool = False
+) -> str:
+    """Return one line that describes how the train split is packed.
+
+    ``scores``: a model computes a score of each conversation.
+    """
+    packed, split = pack_split(store, "train", seq_len, section, seed, scores), store.manifest.train
     num_documents = len(packed.lengths) if store.manifest.kind == "text" else split.documents
     content = {
         "text": f"{num_documents:,} chunks of {split.tokens:,} tokens",
@@ -246,7 +251,7 @@ def describe_packing(store: Store, seq_len: int, section: DataSection, seed: int
         "preferences": f"{num_documents // 2:,} pairs of {split.tokens:,} tokens",
     }[store.manifest.kind]
     loss_mask = store.loss_mask("train")
-    if loss_mask is not None:
+    if loss_mask is not None and not scores:
         content += (
             f", of which {loss_mask.count_nonzero() / max(1, split.tokens):.0%} are trained on"
         )

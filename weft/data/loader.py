@@ -271,6 +271,8 @@ class PackedDocuments:
         loss_mask: 1 where a token is a target, else 0; None: all tokens are.
         separator: any token.
         weights: factors of the losses of the stream's tokens as targets; None: 1.
+        scores: the last token of a document is an input, too, and the only one with a target: of
+            these sequences a model computes a score at each target, whose value has no meaning.
     """
 
     stream: TokenStream
@@ -279,6 +281,7 @@ class PackedDocuments:
     seq_len: int
     separator: int
     weights: NDArray[np.float32] | None = None
+    scores: bool = False
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -297,17 +300,21 @@ class PackedDocuments:
             ]
             for index, document in enumerate(document_ids.tolist()):
                 start, length = packed.starts[document : document + 1], packed.lengths[document]
-                [window] = self.stream.read_windows(start, int(length) + 1)
-                span = slice(end, end + len(window) - 1)
-                tokens[row, span], targets[row, span] = window[:-1], window[1:]
-                if self.loss_mask is not None:
-                    [mask] = self.loss_mask.read_windows(start, len(window))
-                    targets[row, span][mask[1:] == 0] = IGNORE_INDEX
+                span = slice(end, end + int(length))
+                if self.scores:
+                    [tokens[row, span]] = self.stream.read_windows(start, int(length))
+                    targets[row, span.stop - 1] = tokens[row, span.stop - 1]
+                else:
+                    [window] = self.stream.read_windows(start, int(length) + 1)
+                    tokens[row, span], targets[row, span] = window[:-1], window[1:]
+                    if self.loss_mask is not None:
+                        [mask] = self.loss_mask.read_windows(start, len(window))
+                        targets[row, span][mask[1:] == 0] = IGNORE_INDEX
                 if self.weights is not None and weights is not None:
                     begin = int(start[0]) + 1
-                    weights[row, span] = self.weights[begin : begin + len(window) - 1]
+                    weights[row, span] = self.weights[begin : begin + int(length)]
                 documents[row, span] = index
-                positions[row, span] = np.arange(len(window) - 1)
+                positions[row, span] = np.arange(length)
                 end = span.stop
             documents[row, end:] = len(document_ids)
             positions[row, end:] = np.arange(self.seq_len - end)
@@ -388,7 +395,12 @@ class Mixture:
 
 
 def build_mixture(
-    dataset: Dataset, split: SplitName, seq_len: int, section: DataSection, seed: int
+    dataset: Dataset,
+    split: SplitName,
+    seq_len: int,
+    section: DataSection,
+    seed: int,
+    scores: bool = False,
 ) -> Mixture:
     """Return the samples of ``train`` or ``validation``.
 
@@ -398,9 +410,10 @@ def build_mixture(
         seq_len: tokens per sample.
         section: decides the packing.
         seed: decides which documents share a sequence.
+        scores: see `PackedDocuments`.
     """
     sources = [
-        _build_samples(source.store, name, seq_len, section, seed)
+        _build_samples(source.store, name, seq_len, section, seed, scores)
         for source, name in dataset.parts(split)
     ]
     pairs = [samples for samples in sources if isinstance(samples, Pairs)]
@@ -414,17 +427,17 @@ def build_mixture(
 
 
 def _build_samples(
-    store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int
+    store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int, scores: bool
 ) -> Samples:
     stream, separator = store.tokens(split), store.manifest.separator
     if store.manifest.kind == "text" and section.packing != "best_fit":
         packing: Packing = "documents" if section.keeps_documents else "windows"
         begins = store.manifest.starts_at_separator
         return TokenChunks(stream, seq_len, packing, separator, begins)
-    sequences = pack_split(store, split, seq_len, section, seed)
-    packed = PackedDocuments(
-        stream, store.loss_mask(split), sequences, seq_len, separator, store.weights(split)
-    )
+    has_scores = scores and store.manifest.kind != "text"
+    sequences = pack_split(store, split, seq_len, section, seed, has_scores)
+    loss_mask, weights = store.loss_mask(split), None if has_scores else store.weights(split)
+    packed = PackedDocuments(stream, loss_mask, sequences, seq_len, separator, weights, has_scores)
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
 
 

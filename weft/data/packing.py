@@ -10,7 +10,8 @@ has bit r set if a sequence has space for exactly r tokens; shifted right by the
 its lowest bit is the wanted space.  So a document costs a few operations on T bits, however many
 sequences there are: a million conversations take seconds.
 
-A document of n tokens has length n - 1: its last token is a target, and never an input.
+A document of n tokens has length n - 1: its last token is a target, and never an input.  A score is
+read at the last token, which then is an input, too: length n (``scores``).
 """
 
 from __future__ import annotations
@@ -83,17 +84,23 @@ def pack_best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
 
 
 def pack_split(
-    store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int
+    store: Store,
+    split: SplitName,
+    seq_len: int,
+    section: DataSection,
+    seed: int,
+    scores: bool = False,
 ) -> PackedSequences:
     """Pack a split; pairs of preferences stay together, chosen answer first.
 
+    ``scores``: the last token of a conversation is an input, too.
     ``data.overlong`` decides whether longer conversations are dropped or truncated, and those left
     without a trained token are dropped.  Longer documents of text are split into chunks.
     """
     if store.manifest.kind == "text":
         starts, lengths = _chunk_documents(store, split, seq_len)
         return PackedSequences(starts, lengths, *pack_best_fit(lengths, seq_len, seed))
-    starts, lengths, is_used = select_conversations(store, split, seq_len, section)
+    starts, lengths, is_used = select_conversations(store, split, seq_len, section, scores)
     num_skipped = int((~is_used).sum())
     if store.manifest.kind == "preferences":
         pairs = np.flatnonzero(is_used)
@@ -109,12 +116,15 @@ def pack_split(
 
 
 def select_conversations(
-    store: Store, split: SplitName, seq_len: int, section: DataSection
+    store: Store, split: SplitName, seq_len: int, section: DataSection, scores: bool = False
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return starts and lengths of conversations, and which ones or pairs to use."""
+    """Return starts and lengths of conversations, and which ones or pairs to use.
+
+    ``scores``: the last token of a conversation is an input, too.
+    """
     ends = store.index(split)[:, 0]
     starts = np.concatenate(([0], ends))[:-1].astype(np.int64)
-    lengths = ends - starts - 1
+    lengths = ends - starts - (not scores)
     if store.manifest.kind == "preferences":
         return starts, lengths, lengths.reshape(-1, 2).sum(1) <= seq_len
     is_used = lengths <= seq_len

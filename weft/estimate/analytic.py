@@ -79,12 +79,12 @@ def supports_formulas(plan: Plan) -> bool:
 
     The model is a Llama-like decoder with all parameters trained; a file of a schedule and
     ``train.world_size_invariant`` are not supported.  The formulas leave out norms of queries and
-    keys, those after attention and feed-forward, and multi-token prediction.
+    keys, those after attention and feed-forward, multi-token prediction, and score heads.
     """
     model = plan.model
     is_dense = (
         isinstance(model, DecoderConfig)
-        and not (model.num_experts or model.kv_rank or model.mtp_layers)
+        and not (model.num_experts or model.kv_rank or model.mtp_layers or model.score_head)
         and model.gated
         and model.has_plain_attention(plan.seq_len)
     )

@@ -133,7 +133,9 @@ class Decoder(nn.Module):
         self.head_input = nn.Identity()  # where tensor parallelism gathers the sequence
         # Tied embeddings have no module and no second name for the shared weight, so sharding
         # and checkpoints need no special case; see `head`.
-        if not config.tied_embeddings:
+        if config.score_head:
+            self.score = nn.Linear(config.dim, 1, bias=False)
+        elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_buffers(self.embed_tokens.weight.device)
 
@@ -222,9 +224,13 @@ class Decoder(nn.Module):
     def head(self, normed_BTD: Tensor) -> Tensor:
         """Map normalized hidden states to logits ``[B, T, V]``.
 
-        With ``fused_loss``, return the normalized hidden states ``[B, T, D]`` instead.
+        With ``score_head``, map to scores ``[B, T, 1]``; with ``fused_loss``, return the
+        normalized hidden states ``[B, T, D]``.
         """
         config = self.config
+        if config.score_head:  # which no factor of the logits changes, as in transformers
+            scores_BT1: Tensor = self.score(normed_BTD)
+            return scores_BT1
         normed_BTD = self.head_input(normed_BTD)
         # Of the input, so that a fused loss needs no other factor.
         normed_BTD = normed_BTD if config.logit_scale == 1 else normed_BTD * config.logit_scale
@@ -262,8 +268,9 @@ class Decoder(nn.Module):
 
         Returns:
             ``[B, T, V]`` in the dtype of the weights, with ``later_BTK`` followed by the logits of
-            the K layers of multi-token prediction: ``[(1 + K) B, T, V]``; without the head, the
-            activations ``[B, T, D]`` for the next stage.
+            the K layers of multi-token prediction: ``[(1 + K) B, T, V]``; with ``score_head``
+            scores ``[B, T, 1]``; without the head, the activations ``[B, T, D]`` for the next
+            stage.
 
         Raises:
             ValueError: if the sequence is longer than ``max_seq_len``.
@@ -331,6 +338,7 @@ INIT: dict[str, Init] = {
     "layers.*.mlp.router.weight": Init("truncated_normal", 0.02),
     "layers.*.mlp.router.ex*": Init("zeros"),  # buffers
     "lm_head.weight": Init("truncated_normal", 0.02),
+    "score.weight": Init("truncated_normal", 0.02),
 }
 
 # Parameters without weight decay: gains, biases, sinks, and embeddings, including tied ones.
@@ -414,6 +422,8 @@ SHARDING: dict[str, TensorParallelSpec] = {
     # Not lm_head, which a model with tied embeddings does not have.
     "head_input": TensorParallelSpec(output_comm="gather"),
     "lm_head": TensorParallelSpec("column"),
+    # One output cannot be split: each rank computes the scores of its slice of the sequence.
+    "score": TensorParallelSpec("replicated", output_comm="gather_values"),
 }
 
 # With experts, a feed-forward layer lies between one gather and one scatter: each rank routes all
@@ -451,5 +461,7 @@ def prune_to_stage(model: Decoder, units: range) -> None:
             del model.layers[str(i)]
     if last not in units:
         model.norm = None
-        if not config.tied_embeddings:
+        if config.score_head:
+            del model.score
+        elif not config.tied_embeddings:
             del model.lm_head

@@ -36,6 +36,11 @@ class DecoderConfig(Section):
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)] = key(128256, "token ids")
     max_seq_len: Positive = key(131072, "maximum sequence length, in tokens")
     tied_embeddings: bool = key(False, "share the embedding table with the output projection")
+    score_head: bool = key(
+        False,
+        "one score per token in place of logits, as in a reward model; train.objective=reward sets "
+        "it",
+    )
     mtp_layers: Annotated[int, Field(ge=0, le=MAX_MTP_LAYERS)] = key(
         0, "layers of multi-token prediction, for training: layer k predicts the token k + 1 ahead"
     )

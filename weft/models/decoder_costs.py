@@ -86,9 +86,9 @@ def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
     those that autograd saves in this code.  Norm: its input in float32 and twice the normalized
     value.  Attention: q, k, v and twice its output; normalized queries and keys as other norms.
     Feed-forward: four widths.  Experts: per token and active expert input and output rows, four
-    widths, indices and weights; and per token twice the row and the scores.  Head: logits in
-    bfloat16 and twice in float32.  Each layer of multi-token prediction belongs to the head; it is
-    a block with two more norms and a product of twice the width, followed by a head.
+    widths, indices and weights; and per token twice the row and the scores.  Head: logits, or one
+    score, in bfloat16 and twice in float32.  Each layer of multi-token prediction belongs to the
+    head; it is a block with two more norms and a product of twice the width, followed by a head.
     """
     dim = config.dim
     units = []
@@ -103,22 +103,27 @@ def unit_costs(config: DecoderConfig, seq_len: int) -> list[UnitCost]:
                 expert_params=block.experts,
             )
         )
-    table = config.vocab_size * dim
+    table, outputs = config.vocab_size * dim, _num_outputs(config)
     embedding = UnitCost("embed_tokens", table, 0.0, 2 * dim)
     norm = dim * (1 + (config.norm == "layer" and config.norm_bias))
     mtp = _mtp_blocks(config)
     layers = range(config.num_layers, config.num_layers + len(mtp))
     head = UnitCost(
         "head",
-        params=norm + (0 if config.tied_embeddings else table) + sum(b.total for b in mtp),
-        flops_per_token=6.0 * table * (1 + len(mtp))
+        params=norm + (0 if config.tied_embeddings else outputs * dim) + sum(b.total for b in mtp),
+        flops_per_token=6.0 * outputs * dim * (1 + len(mtp))
         + sum(6.0 * _active_matmuls(config, block) for block in mtp)
         + sum(attention_flops(config, layer, seq_len) for layer in layers),
-        activation_bytes_per_token=(8 * dim + 10 * config.vocab_size) * (1 + len(mtp))
+        activation_bytes_per_token=(8 * dim + 10 * outputs) * (1 + len(mtp))
         + sum(_saved_bytes(config, layer) + 24 * dim for layer in layers),
         expert_params=sum(block.experts for block in mtp),
     )
     return [embedding, *units, head]
+
+
+def _num_outputs(config: DecoderConfig) -> int:
+    """Return the outputs of the head per token: logits, or one score."""
+    return 1 if config.score_head else config.vocab_size
 
 
 def _saved_bytes(config: DecoderConfig, layer: int) -> float:
@@ -144,7 +149,7 @@ def num_matmul_params(config: DecoderConfig) -> float:
     """
     blocks = _each_block(config) + _mtp_blocks(config)
     active = sum(_active_matmuls(config, block) for block in blocks)
-    return active + config.vocab_size * config.dim * (1 + config.mtp_layers)
+    return active + _num_outputs(config) * config.dim * (1 + config.mtp_layers)
 
 
 def num_params(config: DecoderConfig) -> int:

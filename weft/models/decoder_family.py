@@ -37,7 +37,7 @@ def build(config: DecoderConfig) -> decoder.Decoder:
 def choose_entries(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries that replace those of `FAMILY` for a configuration."""
     entries = dict(EXPERT_ENTRIES) if config.num_experts else {}
-    if config.logit_softcap:  # the loss would need it, too
+    if config.logit_softcap or config.score_head:  # the loss is not one of plain logits
         entries["enable_fused_loss"] = None
     return entries
 

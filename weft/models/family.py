@@ -47,8 +47,9 @@ class TensorParallelSpec(NamedTuple):
             embedding table; replicated: on every rank; partial_grad: replicated, but each rank
             computes a part of the gradient.
         input_comm: gather: all-gather the input's sequence, before a column-sharded product.
-        output_comm: gather: all-gather the output's sequence; scatter: reduce-scatter the partial
-            outputs of a row-sharded product over the sequence.
+        output_comm: gather: all-gather the output's sequence, of whose gradient each rank computes
+            a part; gather_values: of whose gradient each rank computes all; scatter:
+            reduce-scatter the partial outputs of a row-sharded product over the sequence.
         heads: shard at the boundaries of query heads, or of key/value heads, which ranks may share.
 
     Between products each rank holds a slice of the sequence (sequence parallelism).
@@ -56,7 +57,7 @@ class TensorParallelSpec(NamedTuple):
 
     weight: WeightSharding | None = None
     input_comm: Literal["gather"] | None = None
-    output_comm: Literal["gather", "scatter"] | None = None
+    output_comm: Literal["gather", "gather_values", "scatter"] | None = None
     heads: Literal["query", "key"] | None = None
 
 

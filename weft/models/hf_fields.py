@@ -210,7 +210,7 @@ class StackedExperts(NamedTuple):
 
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a parameter that has its name in weft."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,8 @@ class HFMapping:
     Attributes:
         name: display name.
         architecture: class of the model in transformers.
+        score_class: its class with a score head (``*ForSequenceClassification``); None: that of the
+            same name; "": none.
         model_type: its ``model_type``.
         fields: differences from `FIELDS`; None: the model has no such field.
         defaults: differences from `DEFAULTS`.
@@ -270,6 +272,14 @@ class HFMapping:
     expert_bias_rows: int = 0
     has_float32_router: bool = False
     quantization: str = ""
+    score_class: str | None = None
+
+    @property
+    def score_architecture(self) -> str:
+        """Class of the model with a score head in transformers; empty without any."""
+        if self.score_class is not None:
+            return self.score_class
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @cached_property
     def all_fields(self) -> dict[str, HFField]:

@@ -67,6 +67,9 @@ LIMITS: dict[str, Limits] = {
     **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), FACTOR),
     **dict.fromkeys(("route_scale", "expert_limit"), FACTOR),
 }
+SCORE_HEAD: Json = {"score_head": True, "tied_embeddings": False}  # of `DecoderConfig`
+# The labels of a model with one score.
+SCORE_LABELS: Json = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 MTP_FIELD = "num_nextn_predict_layers"  # of a family with layers of multi-token prediction
 # Fields of the base class of transformers 4 that set how text is generated: see `weft generate`.
 _GENERATION_FIELDS = (
@@ -99,6 +102,7 @@ IGNORED_FIELDS = {
     "id2label",
     "initializer_range",
     "label2id",
+    "num_labels",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",  # see `_read_router_loss`
@@ -240,6 +244,8 @@ def to_hf_config(family: Family, config: Any, dtype: str) -> Json:
     tree |= write_layers(mapping, config)
     tree |= write_expert_layers(mapping, config)
     tree |= write_rope(mapping, config)
+    if config.score_head and mapping.score_architecture:
+        tree |= {"architectures": [mapping.score_architecture], **SCORE_LABELS}
     return {**tree, "torch_dtype": dtype}
 
 
@@ -322,6 +328,7 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
     hf_config = {mapping.aliases.get(name, name): value for name, value in hf_config.items()}
     given = {name: value for name, value in hf_config.items() if value is not None}
     fields: Json = {**mapping.constants}
+    has_score = is_score_model(mapping, given)
     range_errors = [*_check_numbers(mapping, given), *_check_router_loss(given)]
     invalid = {name for name, *_ in range_errors}
     field_errors = list(_read_fields(mapping, hf_config, invalid, fields))
@@ -330,11 +337,13 @@ def from_hf_config(family: Family, hf_config: Json) -> tuple[Any, list[ConfigErr
         *read_rope(mapping, hf_config, invalid, fields),
         *range_errors,
         *field_errors,
-        *_check_fixed_fields(mapping, given),
+        *_check_fixed_fields(mapping, given, has_score),
         *read_layers(mapping, hf_config, invalid, fields),
         *read_expert_layers(mapping, given, invalid, fields),
         *_check_unknown_fields(mapping, given),
     ]
+    if has_score:  # its files have no layers that predict tokens
+        fields |= SCORE_HEAD | ({"mtp_layers": 0} if MTP_FIELD in mapping.all_fields else {})
     config_errors = check_section(family.config, "model", fields)
     config_errors = [error for error in config_errors if error.value is not None]
     config: Any = None
@@ -415,9 +424,21 @@ def _read_latent_attention(
                 yield other, hf_config[other], f"must be {expected}"
 
 
-def _check_fixed_fields(mapping: HFMapping, given: Json) -> Iterator[Problem]:
+def is_score_model(mapping: HFMapping, tree: Json) -> bool:
+    """Return True if a ``config.json`` is of a model with a score head."""
+    return tree.get("architectures") == [mapping.score_architecture]
+
+
+def _check_fixed_fields(mapping: HFMapping, given: Json, has_score: bool) -> Iterator[Problem]:
     """Yield an error for each field that has another value than the one supported."""
     exact = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
+    if has_score:
+        exact["architectures"] = [mapping.score_architecture]
+        labels = given.get("id2label")
+        count = len(labels) if isinstance(labels, dict) else given.get("num_labels", 2)
+        if count != 1:
+            remedy = "weft trains reward models, which have one score"
+            yield "id2label", labels, "must have one label", remedy
     for name, only in {**exact, **mapping.fixed_fields}.items():
         value = given.get(name, MISSING)
         if value != only and (name in exact or name in given):

@@ -73,6 +73,10 @@ def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return reduce_scatter_sequence(x_BTD, group.group_name, group.size())
 
 
+def _own_slice(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x_BTD.chunk(group.size(), dim=1)[group.rank()]
+
+
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name)
     return c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
@@ -83,6 +87,9 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # All-gather a sequence; reduce-scatter partial sums over the sequence.
 gather_sequence = with_adjoint(all_gather_slices, _reduce_scatter)
 scatter_sequence = with_adjoint(_reduce_scatter, all_gather_slices)
+
+# All-gather a sequence from which every rank computes the same, so that no gradients are summed.
+gather_sequence_values = with_adjoint(all_gather_slices, _own_slice)
 
 # Identity whose gradients are summed; sum of partial results.
 copy_to_ranks = with_adjoint(_identity, _all_reduce)

@@ -53,6 +53,7 @@ from weft.parallel.collectives import (
     all_reduce,
     copy_to_ranks,
     gather_sequence,
+    gather_sequence_values,
     scatter_sequence,
     sum_over_ranks,
 )
@@ -115,6 +116,8 @@ def apply_tensor_parallel(
             module.register_forward_pre_hook(_CollectiveHook(gather, group))
         if spec.output_comm == "gather":
             module.register_forward_hook(_CollectiveHook(gather, group))
+        if spec.output_comm == "gather_values" and sequence_parallel:
+            module.register_forward_hook(_CollectiveHook(gather_sequence_values, group))
         if spec.output_comm == "scatter":
             module.register_forward_hook(_CollectiveHook(scatter, group))
 

@@ -20,6 +20,7 @@ from weft.config.reader import check_section, read_job
 from weft.config.schema import CHANGEABLE_KEYS, POSITION_KEYS, Job, ModelSection, Section, replace
 from weft.models import FAMILIES, load_family
 from weft.models.hf_mapping import (
+    SCORE_HEAD,
     TRAINING_KEYS,
     check_hf_config,
     detect_family,
@@ -39,6 +40,7 @@ WEIGHT_FILES = ("*.safetensors",)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 1 << 20, 100 << 20
 NO_MTP = {"mtp_layers": 0}  # may be set beside model.path, as `CHANGEABLE_KEYS` may
+BESIDE_PATH = {**NO_MTP, "score_head": True}
 
 
 def resolve_model(
@@ -122,6 +124,28 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     Returns:
         The job, unchanged after an error, and all errors.
     """
+    adopted, errors = _read_path(job, recipe, run_dir)
+    return (job, errors) if errors else (add_score_head(adopted), errors)
+
+
+def add_score_head(job: Job) -> Job:
+    """Return the job with a score head of the model, if it trains one.
+
+    A model family without score heads is an error of `weft.plan.rules`.
+    """
+    section = job.model
+    if job.train.objective != "reward" and not section.overrides().get("score_head"):
+        return job
+    tied = ModelSection.model_validate(section.model_dump() | {"score_head": False})
+    config, _ = resolve_section(tied)  # which reports errors later
+    if config is None:
+        return job
+    is_tied = getattr(config, "tied_embeddings", False)
+    return replace(job, model=SCORE_HEAD if is_tied else {"score_head": True})
+
+
+def _read_path(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
+    """Return the job with the model of ``model.path``: see `adopt_model`."""
     section, errors = job.model, ConfigErrors()
     saved = read_imported(run_dir)
     is_named = section.path not in ("", REQUIRED)
@@ -141,7 +165,7 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
         return job, errors
     else:
         fields = {k: v for k, v in section.overrides().items() if k not in TRAINING_KEYS}
-        kept = {k: v for k, v in fields.items() if k in CHANGEABLE_KEYS or NO_MTP.get(k) == v}
+        kept = {k: v for k, v in fields.items() if k in CHANGEABLE_KEYS or BESIDE_PATH.get(k) == v}
         is_whole = fields != kept and is_complete(section)
         for name in () if is_whole else fields.keys() - kept.keys():
             rule = "cannot be set beside model.path, which decides it"

@@ -107,6 +107,11 @@ def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any, frozen: Sequence[
 def export_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if the run trains what transformers' model does not have."""
     mapping = plan.family.hf_mapping
+    if mapping is not None and plan.has_score_head and not mapping.score_architecture:
+        yield (
+            f"transformers has no class of {mapping.name} with a score head (model.score_head): "
+            "'weft export' will refuse the model. Use another model family."
+        )
     if mapping is None or plan.family.moe_layers is None or plan.lora_rank:
         return
     rate = getattr(plan.model, "balance_rate", 0)

@@ -199,6 +199,11 @@ class Plan:
         return self.job.train.objective
 
     @property
+    def has_score_head(self) -> bool:
+        """True if the model computes scores, not logits."""
+        return getattr(self.model, "score_head", False)
+
+    @property
     def optimizer(self) -> str:
         """Name of the optimizer."""
         return self.job.optim.name

@@ -95,7 +95,7 @@ _TEXT = EffectRule(
 _CHAT = EffectRule(
     lambda plan: not plan.job.data.is_text,
     "the data are not conversations (data.format=text)",
-    "Set data.format=chat, or data.format=preferences and train.objective=dpo",
+    "Set data.format=chat, or data.format=preferences and train.objective=dpo or reward",
 )
 
 
@@ -166,6 +166,7 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "train.preference_label_smoothing": _of_objectives("dpo", "simpo"),
     "train.sft_weight": _of_objectives("dpo", "ipo", "simpo"),
     "train.simpo_gamma": _of_objectives("simpo"),
+    "train.reward_center_coef": _of_objectives("reward"),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "lora.dropout": EffectRule(

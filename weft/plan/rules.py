@@ -43,6 +43,7 @@ def check_sections(errors: ConfigErrors, job: Job, model: Any, degrees: Parallel
     _check_replica_groups(errors, job, degrees)
     _check_activation_checkpoint(errors, job)
     _check_objective(errors, job)
+    _check_score_head(errors, job, model)
     _check_mtp(errors, job, model)
     if job.train.epochs and job.train.steps != "auto":
         rule = f"and train.steps={job.train.steps} both set the length of the run"
@@ -237,13 +238,29 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
         errors.add(key, "needs preference data", "use data.format=preferences", ("data.format",))
     if objective == "next_token" and has_preferences:
         rule = "would also train on rejected answers"
-        remedy = f"use {', '.join(PAIR_OBJECTIVES)}, or data.format=chat"
+        remedy = f"use {', '.join(PAIR_OBJECTIVES)}, reward, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))
     if job.train.label_smoothing and objective != "next_token":
         rule = f"spreads the target of a token, but train.objective={objective} compares others"
         if ":" in objective:
             rule = f"changes the loss of next_token, but train.objective={objective} has its own"
         errors.add("train.label_smoothing", rule, "use 0, or next_token", (key,))
+
+
+def _check_score_head(errors: ConfigErrors, job: Job, model: Any) -> None:
+    """Check that objective and model both compute scores, or neither.
+
+    `weft.train.job_checks` checks a user's objective.
+    """
+    key, objective, kind = "train.objective", job.train.objective, job.model.kind
+    has_scores = getattr(model, "score_head", False)
+    if objective == "reward" and not has_scores:
+        rule = f"needs a score head, which the model family {kind} does not have"
+        errors.add(key, rule, "use a model family of weft", ("model.kind",))
+    if objective != "reward" and ":" not in objective and has_scores:
+        rule = f"needs logits, but {shown_name(job.model)} has a score head (model.score_head)"
+        remedy = "use train.objective=reward, or the model without its score head"
+        errors.add(key, rule, remedy, ("model.path", "model.score_head"))
 
 
 def _check_mtp(errors: ConfigErrors, job: Job, model: Any) -> None:

@@ -56,6 +56,7 @@ LOSS_KEYS = (
     "data.packing",
     "data.overlong",
     "train.objective",
+    "train.reward_center_coef",
 )
 
 # Keys without effect on the time of a step: a difference in speed between runs that differ in
@@ -64,7 +65,7 @@ KEYS_WITHOUT_SPEED = frozenset(
     {
         *("train.seed", "train.steps", "train.epochs", "train.mtp_weight"),
         *("train.preference_beta", "train.preference_label_smoothing", "train.sft_weight"),
-        "train.simpo_gamma",
+        *("train.simpo_gamma", "train.reward_center_coef"),
         *("optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay"),
         *("optim.momentum", "optim.schedule", "optim.warmup_steps", "optim.decay_fraction"),
         *("optim.min_lr_ratio", "lora.alpha", "lora.lr_ratio", "lora.rank_stabilized"),

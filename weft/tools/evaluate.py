@@ -119,6 +119,19 @@ class SourceLoss(NamedTuple):
         }
 
 
+class SourceScores(NamedTuple):
+    """Loss and metrics of a reward model on one source, means over its pairs."""
+
+    name: str
+    nats_per_pair: float
+    pairs: int
+    metrics: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON record."""
+        return {"nats_per_pair": self.nats_per_pair, "pairs": self.pairs, **self.metrics}
+
+
 def evaluate_sources(
     checkpoint: CheckpointRef,
     plan: Plan,
@@ -127,7 +140,7 @@ def evaluate_sources(
     rank: Rank,
     include_train: bool,
     report: Report,
-) -> list[SourceLoss]:
+) -> list[SourceLoss | SourceScores]:
     """Evaluate the checkpoint on each source of a dataset; every rank must call this.
 
     Args:
@@ -141,22 +154,25 @@ def evaluate_sources(
         report: called with the progress, in sequences.
 
     Returns:
-        The losses, equal on all ranks.
+        The losses, equal on all ranks; of a reward model, those of pairs.
 
     Raises:
-        WeftError: if a source holds preferences, or no token with a loss.
+        WeftError: if a source holds preferences (or none, for a reward model), or no token with a
+            loss.
     """
     job = plan.job
     model_parts, mesh, family = load_model_parts(checkpoint, plan, rank)
     # Evaluate one source at a time.
-    eval_job = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
+    eval_job = replace(job, data={"mixture": {}})
+    if not plan.has_score_head:
+        eval_job = replace(eval_job, train={"objective": "next_token"})
     eval_plan = dataclasses.replace(plan, job=eval_job)
     train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     if not include_train and not (job.data.validates and dataset.has_validation):
         rule = "the run has no validation set (data.validation_fraction=0)"
         raise WeftError(f"{rule}. Name data to evaluate: --data.path FILE_OR_DIRECTORY")
-    losses = []
+    losses: list[SourceLoss | SourceScores] = []
     parts = [part for split in splits for part in dataset.parts(split)]
     for source in [*dataset.sources, *filter(None, [dataset.validation])]:
         if source not in [each for each, _ in parts]:
@@ -166,14 +182,18 @@ def evaluate_sources(
         name = source.name if job.data.is_mixture else job.data.path
         if source is dataset.validation:
             name = job.data.validation_path
-        if kind == "preferences":
+        if plan.has_score_head and kind != "preferences":
+            raise WeftError(f"{name}: holds {kind}, but a reward model compares preferences")
+        if kind == "preferences" and not plan.has_score_head:
             raise WeftError(f"{name}: cannot be evaluated, because it holds {kind}, not text")
+        sums = torch.zeros(1 + len(train_step.metric_names), 2, dtype=torch.float64)
         for split in [split for each, split in parts if each is source]:
             if not source.store.split(split).tokens:
                 continue
             use = "validation" if source is dataset.validation else split
             single = Dataset(dataset.path, (Source(source.name, 1.0, source.store),))
-            samples = build_mixture(single, split, plan.seq_len, job.data, plan.seed)
+            scores = plan.has_score_head
+            samples = build_mixture(single, split, plan.seq_len, job.data, plan.seed, scores)
             batches = evaluation_batches(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch_size
             )
@@ -181,15 +201,45 @@ def evaluate_sources(
             advance = progress_counter(report, f"evaluating {name}, {use}", total)
             counts = torch.tensor([0, 1])  # targets, ranks
             mean = train_step.evaluate(_with_progress(batches, plan.dp_size, advance, counts))
+            if plan.has_score_head:
+                sums += _sum_metrics(train_step, mean)
+                continue
             num_targets, ranks = mesh.all_reduce_dp_cp(counts.to(rank.device)).tolist()
             evaluated += round(num_targets * plan.dp_size / ranks)
             predicted, read = _count_targets(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
+        if plan.has_score_head:
+            losses.append(_mean_scores(name, train_step.metric_names, sums))
+            continue
         if evaluated == 0:
             raise WeftError(f"{name}: no token of the validation set has a loss")
         size_of_evaluated = round(size * evaluated / tokens)
         losses.append(SourceLoss(name, nats / tokens, evaluated, size_of_evaluated))
     return losses
+
+
+def _sum_metrics(train_step: TrainStep, mean_loss: float) -> Tensor:
+    """Return sums and counts of an evaluation's loss and metrics, (1 + M, 2)."""
+    assert train_step.metrics is not None
+    sums = train_step.metrics.double()
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    sums = sums.cpu()
+    count = float(sums[0, 1])
+    return torch.cat((torch.tensor([[mean_loss * count, count]], dtype=torch.float64), sums))
+
+
+def _mean_scores(name: str, metric_names: Sequence[str], sums: Tensor) -> SourceScores:
+    """Return the means of `_sum_metrics`.
+
+    Raises:
+        WeftError: if there are no pairs.
+    """
+    if not sums[0, 1]:
+        raise WeftError(f"{name}: no pair of the validation set fits train.seq_len")
+    loss, *means = (sums[:, 0] / sums[:, 1]).tolist()
+    metrics = dict(zip(metric_names, means, strict=True))
+    return SourceScores(name, loss, round(float(sums[0, 1])), metrics)
 
 
 def _with_progress(

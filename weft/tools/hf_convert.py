@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -336,11 +336,40 @@ def _special_tokens(checkpoint: CheckpointRef, source: dict[str, Any]) -> _Speci
             for key in keys
             if key in source and not (key == "eos_token_id" and (ends or source[key] is None))
         }
-        return _SpecialTokens(ids, names, data, **ends)
+        return _with_padding(_SpecialTokens(ids, names, data, **ends), checkpoint, end_tokens)
     token = (find_affixes(tokenizer).start or (tokens.separator,))[-1]
     bos = {"bos_token_id": token}
     names = {"bos_token": tokenizer.id_to_token(token)} | names
-    return _SpecialTokens(bos | ids, names, data, **ends)
+    special = _SpecialTokens(bos | ids, names, data, **ends)
+    return _with_padding(special, checkpoint, end_tokens)
+
+
+def _with_padding(
+    special: _SpecialTokens, checkpoint: CheckpointRef, end_tokens: Sequence[int]
+) -> _SpecialTokens:
+    """Return special tokens with padding from which transformers tells the last token.
+
+    It reads the score at the last token that is not ``pad_token_id``.  So padding with a token that
+    ends an answer, a habit for models without a padding token, would move it.
+    """
+    if not checkpoint.has_score_head:
+        return special
+    tokenizer, _ = load_tokenizer(checkpoint.run_dir / "tokenizer.json")
+    known = special.ids.get("pad_token_id")
+    named = [known] if isinstance(known, int) else []
+    file = checkpoint.run_dir / SOURCE_DIR / "tokenizer_config.json"
+    given = parse_json(file.read_bytes()).get("pad_token") if file.is_file() else None
+    name = given.get("content") if isinstance(given, dict) else given
+    if isinstance(name, str) and (token := tokenizer.token_to_id(name)) is not None:
+        named.append(token)
+    others = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+    for word in ("pad", "unk", "reserved", ""):
+        named += [i for i, content in sorted(others.items()) if word in content.lower()]
+    padding = next((token for token in named if token not in end_tokens), None)
+    names = special.names
+    if padding is not None and (content := tokenizer.id_to_token(padding)) is not None:
+        names = names | {"pad_token": content}
+    return special._replace(ids=special.ids | {"pad_token_id": padding}, names=names)
 
 
 def _companion_files(checkpoint: CheckpointRef, special: _SpecialTokens) -> dict[str, bytes]:
@@ -366,6 +395,11 @@ def _companion_files(checkpoint: CheckpointRef, special: _SpecialTokens) -> dict
             if name in files:
                 tree = parse_json(files[name]) | {"eos_token": special.eos_token}
                 files[name] = _to_json(tree)
+    if checkpoint.has_score_head:
+        files.pop("generation_config.json", None)
+        padding = {k: v for k, v in special.names.items() if k == "pad_token"}
+        tree = parse_json(files["tokenizer_config.json"])
+        files["tokenizer_config.json"] = _to_json(tree | padding)
     return files
 
 

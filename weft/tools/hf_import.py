@@ -173,6 +173,8 @@ def import_model(
         data={"tokenizer": str(run_dir / "tokenizer.json")},
         train={"seq_len": min(1024, model.section.overrides()["max_seq_len"])},
     )
+    if model.section.overrides().get("score_head"):
+        job = replace(job, data={"format": "preferences"}, train={"objective": "reward"})
     with store_errors(source), publish_directory(run_dir) as directory:
         write_imported(directory, directory / "checkpoints", model, job, report)
     summary = f"{run_dir}: {model.summary}"

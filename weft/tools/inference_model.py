@@ -66,6 +66,11 @@ class CheckpointRef(NamedTuple):
         """The model family."""
         return load_family(self.job.model.kind).of(self.config)
 
+    @property
+    def has_score_head(self) -> bool:
+        """True if the model computes scores, not logits."""
+        return getattr(self.config, "score_head", False)
+
 
 def find_checkpoint(path: Path) -> CheckpointRef:
     """Find the checkpoint at ``path``, or the newest one of a run directory.
@@ -112,6 +117,16 @@ def find_base_checkpoint(checkpoint: CheckpointRef) -> Path | None:
         remedy = "restore it" if name else "train LoRA from an imported model: weft import"
         raise InvalidConfig([ConfigError("checkpoint", str(checkpoint.path), rule, remedy)])
     return base
+
+
+def check_language_model(checkpoint: CheckpointRef) -> list[ConfigError]:
+    """Return an error if a checkpoint's model computes scores, and no next tokens."""
+    if not checkpoint.has_score_head:
+        return []
+    rule = "is a reward model: it computes a score of an answer, and no next tokens"
+    remedy = "use weft evaluate for its accuracy on pairs, or weft export and "
+    remedy += "AutoModelForSequenceClassification of transformers for scores"
+    return [ConfigError("checkpoint", str(checkpoint.path), rule, remedy)]
 
 
 def drop_mtp(checkpoint: CheckpointRef) -> CheckpointRef:
@@ -173,6 +188,7 @@ def plan_inference(
     size = math.prod(degree for degree in degrees.values() if isinstance(degree, int))
     changes["run"] |= {"dir": str(checkpoint.run_dir), "nproc_per_node": size}
     if for_generation:
+        errors += check_language_model(checkpoint)
         for axis, name in (("pp", "pipeline"), ("cp", "context")):
             if degrees[axis] != 1:
                 rule = f"generation does not support {name} parallelism"
@@ -184,7 +200,7 @@ def plan_inference(
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         batch_size = detect_machine(job.run.model_copy(update=changes["run"])).world_size or size
         changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}
-    elif not job.data.has_preferences:
+    elif not (job.data.has_preferences or checkpoint.has_score_head):
         changes["train"] = {"objective": "next_token"}
     with errors.collect():
         if find_base_checkpoint(checkpoint) is None:  # no adapters
@@ -262,7 +278,12 @@ def load_local_model(
     """Load the model in this process, without a process group.
 
     On a GPU the weights are bfloat16, unless the run computes in float32.
+
+    Raises:
+        InvalidConfig: it is a reward model.
     """
+    if errors := check_language_model(checkpoint):
+        raise InvalidConfig(errors)
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = load_unsharded(checkpoint, device)

@@ -46,6 +46,7 @@ RECIPE = "demo"
 EXCLUDED = {
     "run.": "verify sets directory, device and ranks",
     **dict.fromkeys(("model.preset", "model.path"), "a model's sizes are drawn one by one"),
+    "model.score_head": "train.objective=reward sets it",
     "lora.path": "verify trains random adapters",
     **dict.fromkeys(
         (
@@ -107,6 +108,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "train.preference_beta": ("0.05", "0.5"),
     "train.preference_label_smoothing": ("0.1", "0.3"),
     "train.sft_weight": ("0.3", "1"),
+    "train.reward_center_coef": ("0.1",),
     "lora.rank": ("2", "3"),
     "lora.targets": (
         *("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
@@ -173,7 +175,11 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
         for name in ("preference_beta", "preference_label_smoothing", "sft_weight")
     },
     "train.simpo_gamma": {"train.objective": "simpo"},
-    **{f"train.objective={name}": {"data.format": "preferences"} for name in PAIR_OBJECTIVES},
+    "train.reward_center_coef": {"train.objective": "reward"},
+    **{
+        f"train.objective={name}": {"data.format": "preferences"}
+        for name in (*PAIR_OBJECTIVES, "reward")
+    },
     "data.format=preferences": {"train.objective": "dpo"},
     **{
         f"lora.{name}": {"lora.rank": "2"}

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -25,7 +26,8 @@ from weft.config.schema import POSITION_KEYS, ModelSection, replace
 from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from weft.models.hf_mapping import TRAINING_KEYS, param_shapes
+from weft.models.hf_mapping import SCORE_HEAD, TRAINING_KEYS, param_shapes
+from weft.parallel.initialization import init_params
 from weft.plan.model_config import (
     NO_MTP,
     expand_preset,
@@ -50,6 +52,8 @@ from weft.tools.inference_model import find_base_checkpoint, find_checkpoint, is
 from weft.tools.peft_export import open_merged
 from weft.tools.peft_import import open_adapter
 from weft.train.state import checkpoint_dir
+
+SCORE = "score.weight"
 
 
 def imports_model(plan: Plan) -> bool:
@@ -91,7 +95,10 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
             rule = "is not the adapter of this run any more: its configuration has changed"
             errors.add("lora.path", rule, "use another run.dir", value=plan.job.lora.path)
         source = add_adapter(source, adapter, plan.job.lora)
-    beside = (*TRAINING_KEYS, *POSITION_KEYS)  # may differ from the source's
+    beside = [*TRAINING_KEYS, *POSITION_KEYS]  # may differ from the source's
+    if plan.has_score_head:
+        beside += SCORE_HEAD
+        source = _with_score_head(source, plan)
     chosen = {k: v for k, v in plan.job.model.overrides().items() if k in beside}
     section = ModelSection.model_validate(source.section.model_dump() | chosen)
     notes = (source.note, *_describe_positions(source.section, section))
@@ -127,6 +134,22 @@ def _describe_positions(read: ModelSection, used: ModelSection) -> list[str]:
         for key, own, chosen in pairs
         if chosen != own
     ]
+
+
+def _with_score_head(source: ModelSource, plan: Plan) -> ModelSource:
+    """Return the source with a score head, maybe a new one, in place of its lm_head."""
+    if SCORE in source.weights:
+        return source
+    weights = {name: w for name, w in source.weights.items() if not name.startswith("lm_head.")}
+    head = torch.empty(1, plan.model.dim)
+    init_params([(SCORE, head)], plan.seed, lambda name: plan.family.get_init(name, plan.model))
+    weights[SCORE] = Weight(head.shape, lambda first=0, stop=None: iter((head[first:stop],)))
+    note = "the score head is new, with random weights"
+    return source._replace(
+        weights=weights,
+        num_bytes=4 * sum(weight.shape.numel() for weight in weights.values()),
+        note="\n".join(filter(None, (source.note, note))),
+    )
 
 
 def _with_loads(weights: dict[str, Weight], plan: Plan) -> dict[str, Weight]:

@@ -532,7 +532,9 @@ def _random_samples(plan: Plan, stream_id: int, sequences: int) -> Mixture:
         starts = np.arange(2 * num_pairs) * length
         lengths, offsets = np.full(2 * num_pairs, length), np.arange(sequences + 1) * 2 * width
         pairs = PackedSequences(starts, lengths, np.arange(2 * num_pairs), offsets)
-        packed = PackedDocuments(stream, None, pairs, seq_len, SEPARATOR)
+        packed = PackedDocuments(
+            stream, None, pairs, seq_len, SEPARATOR, scores=plan.has_score_head
+        )
         return Mixture([Pairs(packed, torch.zeros(num_pairs, 2), width)])
     packing: Packing = "documents" if job.data.keeps_documents else "windows"
     return Mixture([TokenChunks(stream, seq_len, packing, SEPARATOR)])

@@ -361,11 +361,15 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
     key, on = "train.objective", "resilience.lighthouse"
     try:
         objective = build_objective(job.train.objective, job.train)
-        needs_references = objective.needs_references
+        needs_references, takes_scores = objective.needs_references, objective.takes_scores
     except Exception as error:  # of any type, from the user's module
         rule = f"does not return an Objective: {type(error).__name__}: {error}"
         errors.add(key, rule, "return a weft.train.loss.Objective from it")
         return
+    if takes_scores != bool(job.model.overrides().get("score_head")):
+        value = format_value(takes_scores)
+        rule = f"takes {'scores' if takes_scores else 'cross-entropies'}, not what the model has"
+        errors.add(key, rule, f"use model.score_head={value}", ("model.score_head",))
     if needs_references and not job.data.has_preferences:
         rule = "needs references, which only preference data have"
         errors.add(key, rule, "use data.format=preferences", ("data.format",))
@@ -502,9 +506,13 @@ def check_text(plan: Plan, text: Dataset) -> None:
         tokens = source.store.manifest.train.tokens
         if source.store.manifest.kind == "text":
             errors += check_length(tokens, plan.seq_len, what)
-        errors += check_conversations(source.store, plan.seq_len, job.data)
+        errors += check_conversations(
+            source.store, plan.seq_len, job.data, scores=plan.has_score_head
+        )
     if text.validation is not None:
-        errors += check_conversations(text.validation.store, plan.seq_len, job.data, "validation")
+        errors += check_conversations(
+            text.validation.store, plan.seq_len, job.data, "validation", plan.has_score_head
+        )
     for path in reversed(list_checkpoints(checkpoint_dir(job.checkpoint, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
@@ -560,7 +568,9 @@ def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
     train = plan.job.train
     if plan.num_steps:
         return plan
-    mixture = build_mixture(dataset, "train", plan.seq_len, plan.job.data, plan.seed)
+    mixture = build_mixture(
+        dataset, "train", plan.seq_len, plan.job.data, plan.seed, plan.has_score_head
+    )
     count, notes = sum(map(len, mixture.sources)), []
     if (size := plan.global_batch_size) > count:
         smaller, new_size = None, count // plan.dp_size * plan.dp_size

@@ -35,6 +35,13 @@ log p0 does not change during training: `weft.train.reference_logprobs` computes
 first step, and saves two numbers per pair in the run directory, so no second model needs memory or
 time.
 
+*Rewards* (Bradley-Terry: Ouyang et al., arXiv:2203.02155, equation 1).  A model with a score head
+learns that the score of the chosen answer is above that of the rejected one:
+
+    -log sigmoid(s(y) - s(z)) + coef (s(y) + s(z))^2
+
+The score of an answer is the output of the head at its last token, as in transformers and TRL.
+
 A user's objective is a function that takes the section `train` and returns an `Objective`;
 ``train.objective = "module:function"`` names it.
 
@@ -319,6 +326,9 @@ class Objective(NamedTuple):
         needs_references: True if batches need log-probabilities of the initial model, which only
             preference data have.
         terms: K; the loss is the sum of the terms, each a mean over its own counts.
+        takes_scores: True if ``losses`` takes the outputs of a score head in place of the
+            cross-entropies (``model.score_head``).  A conversation has one target, at its last
+            token, where its score is.
     """
 
     counts: Callable[[Batch], Tensor]
@@ -327,6 +337,7 @@ class Objective(NamedTuple):
     is_token_sum: bool = False
     needs_references: bool = False
     terms: int = 1
+    takes_scores: bool = False
 
 
 def next_token(section: TrainSection) -> Objective:
@@ -438,10 +449,7 @@ def compare_pairs(
         means_BP2 = scores_BP2 / lengths_BP2.clamp(min=1)
         loss_B = (pair_losses(scores_BP2, means_BP2) * is_pair_BP).sum(1)
         rewards_BP2 = beta * (means_BP2 if has_mean_rewards else scores_BP2)
-        margin_BP = _margin(rewards_BP2)
-        metrics = (margin_BP, (margin_BP > 0).float(), rewards_BP2[..., 0], rewards_BP2[..., 1])
-        metrics_BPM = torch.stack(metrics, dim=2).detach() * is_pair_BP[..., None]
-        metrics_BM = metrics_BPM.sum(1)
+        metrics_BM = _reward_metrics(rewards_BP2, is_pair_BP)
         if not sft_weight:
             return SequenceLosses(loss_B, metrics_BM)
         nll_B, counts_BK = -logprobs_BP2[..., 0].sum(1), counts(batch)
@@ -464,6 +472,29 @@ def smoothed_logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
 
 def _margin(values_BP2: Tensor) -> Tensor:
     return values_BP2[..., 0] - values_BP2[..., 1]
+
+
+def reward(section: TrainSection) -> Objective:
+    """Return the loss of a reward model, in nats per pair."""
+    coef = section.reward_center_coef
+
+    def losses(scores_BT: Tensor, batch: Batch) -> SequenceLosses:
+        scores_BP2 = _sum_by_answer(scores_BT * (batch.targets_BT != IGNORE_INDEX), batch)
+        is_pair_BP = find_pairs(batch)
+        loss_BP = -F.logsigmoid(_margin(scores_BP2))
+        if coef:
+            loss_BP = loss_BP + coef * scores_BP2.sum(2) ** 2
+        metrics_BM = _reward_metrics(scores_BP2, is_pair_BP)
+        return SequenceLosses((loss_BP * is_pair_BP).sum(1), metrics_BM)
+
+    return Objective(count_pairs, losses, REWARDS, takes_scores=True)
+
+
+def _reward_metrics(rewards_BP2: Tensor, is_pair_BP: Tensor) -> Tensor:
+    """Return the sums of `REWARDS` over the pairs of each sequence, (B, M)."""
+    margin_BP = _margin(rewards_BP2)
+    metrics = (margin_BP, (margin_BP > 0).float(), rewards_BP2[..., 0], rewards_BP2[..., 1])
+    return (torch.stack(metrics, dim=2).detach() * is_pair_BP[..., None]).sum(1)
 
 
 def count_pairs(batch: Batch) -> Tensor:
@@ -502,6 +533,7 @@ OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {
     "ipo": ipo,
     "orpo": orpo,
     "simpo": simpo,
+    "reward": reward,
 }
 
 

@@ -108,7 +108,9 @@ def open_run(
         home = checkpoint_dir(job.checkpoint, run_dir)
         state = resume(home, job.checkpoint.local_dir, built.model_parts, built.optimizer, log)
         mixtures = {
-            split: build_mixture(dataset, split, plan.seq_len, job.data, plan.seed)
+            split: build_mixture(
+                dataset, split, plan.seq_len, job.data, plan.seed, plan.has_score_head
+            )
             for split in SPLITS
             if split == "train" or (job.data.validates and dataset.has_validation)
         }

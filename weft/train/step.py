@@ -116,6 +116,7 @@ class TrainStep:
         last_part: nn.Module | None = model_parts[-1]  # None without the last stage
         if plan.pipeline is not None:
             width = plan.model.dim if fused_loss else len(self.vocab_range)
+            width = 1 if plan.has_score_head else width
             self.schedule = self._build_schedule(width)
             stages, last_stage = self._stages, len(plan.pipeline.stages) - 1
             last_part = model_parts[stages.index(last_stage)] if last_stage in stages else None
@@ -304,7 +305,8 @@ class TrainStep:
         """Return the loss of a microbatch, a sum of terms divided by their divisors.
 
         Args:
-            output: logits ((1 + K) B, T, V); with the fused loss the hidden states before the head.
+            output: logits ((1 + K) B, T, V), or scores (B, T, 1); with the fused loss the hidden
+                states before the head.
             microbatch: its targets and divisors.
 
         Returns:
@@ -318,7 +320,11 @@ class TrainStep:
             scales_B1 = scales.repeat_interleave(len(batch.tokens_BT)).unsqueeze(1)
         with span("loss"):
             if self._head_weight is None:
-                losses_BT = _multiply(self._cross_entropy(output, batch.targets_BT), weights_BT)
+                losses_BT = (
+                    output[..., 0].float()
+                    if self.plan.has_score_head
+                    else _multiply(self._cross_entropy(output, batch.targets_BT), weights_BT)
+                )
                 if self._gathers_losses:
                     losses_BT = gather_values(losses_BT, cast(Any, self.mesh.cp_group), split)
                 losses = self.objective.losses(losses_BT, sequences)

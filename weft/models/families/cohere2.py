@@ -41,6 +41,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="Cohere 2",
     architecture="Cohere2ForCausalLM",
+    score_class="",
     model_type="cohere2",
     fields={
         "attention_bias": ATTENTION_BIAS,

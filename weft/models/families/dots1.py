@@ -20,6 +20,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="dots.llm1",
     architecture="Dots1ForCausalLM",
+    score_class="",
     model_type="dots1",
     fields={
         "attention_bias": ATTENTION_BIAS,

@@ -28,6 +28,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="ERNIE 4.5",
     architecture="Ernie4_5ForCausalLM",
+    score_class="",
     model_type="ernie4_5",
     fields={"use_bias": same("qkv_bias", "out_bias", "ffn_bias")},
     defaults={

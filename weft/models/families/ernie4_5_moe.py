@@ -33,6 +33,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="ERNIE 4.5 MoE",
     architecture="Ernie4_5_MoeForCausalLM",
+    score_class="",
     model_type="ernie4_5_moe",
     fields={
         "moe_intermediate_size": same("expert_dim"),

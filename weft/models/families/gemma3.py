@@ -68,6 +68,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="Gemma 3",
     architecture="Gemma3ForCausalLM",
+    score_class="Gemma3TextForSequenceClassification",
     model_type="gemma3_text",
     fields={
         "hidden_act": None,

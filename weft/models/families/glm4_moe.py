@@ -57,6 +57,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="GLM-4.5",
     architecture="Glm4MoeForCausalLM",
+    score_class="",
     model_type="glm4_moe",
     fields={
         "attention_bias": same("qkv_bias"),

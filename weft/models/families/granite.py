@@ -39,6 +39,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="Granite",
     architecture="GraniteForCausalLM",
+    score_class="",
     model_type="granite",
     fields={
         "attention_bias": ATTENTION_BIAS,

@@ -45,6 +45,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="Granite MoE",
     architecture="GraniteMoeForCausalLM",
+    score_class="",
     model_type="granitemoe",
     fields={
         "attention_bias": ATTENTION_BIAS,

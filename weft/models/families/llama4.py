@@ -73,6 +73,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="Llama 4",
     architecture="Llama4ForCausalLM",
+    score_class="",
     model_type="llama4_text",
     fields={
         "attention_bias": ATTENTION_BIAS,

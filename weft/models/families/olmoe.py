@@ -36,6 +36,7 @@ PRESETS: dict[str, DecoderConfig] = {
 HF_MAPPING = HFMapping(
     name="OLMoE",
     architecture="OlmoeForCausalLM",
+    score_class="",
     model_type="olmoe",
     fields={
         "attention_bias": ATTENTION_BIAS,

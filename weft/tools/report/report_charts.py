@@ -28,6 +28,7 @@ LOSS_UNITS = {  # by ``train.objective``
     "next_token": NATS,
     "dpo": PAIR_UNIT,
     "simpo": PAIR_UNIT,
+    "reward": PAIR_UNIT,
     "ipo": "squared error per pair",
     "orpo": "nats per token of chosen answers + nats per pair",
 }
