@@ -137,7 +137,8 @@ def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
         is_strided=plan.world_size_invariant,
-        numbers_tokens=job.lora.dropout > 0,
+        numbers_tokens=plan.numbers_tokens,
+        measures_documents=job.train.neftune_alpha > 0,
     )
 
 

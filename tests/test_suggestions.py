@@ -75,7 +75,6 @@ def test_nearest_key_another_thing_is_offered_no_key(name: str) -> None:
         "load_best_model_at_end",
         "train.eval_tasks",
         "monitor.gradient_histogram",
-        "neftune_noise_alpha",
         "model.attention_dropout",
     ],
 )

@@ -69,6 +69,7 @@ ADAPTERS = (
     "parallel/quantized.py",
     "parallel/dora.py",
     "parallel/lora_dropout.py",
+    "parallel/token_keys.py",
     "parallel/float8_frozen.py",
     "plan/lora_plan.py",
     "tools/peft_export.py",
@@ -2776,8 +2777,8 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "all layers drop the same inputs",
-        "parallel/lora_dropout.py",
-        "mix_bits(torch.cat(parts) * GOLDEN + self.stream)",
+        "parallel/token_keys.py",
+        "mix_bits(torch.cat(parts) * GOLDEN + stream)",
         "mix_bits(torch.cat(parts) * GOLDEN)",
         ADAPTERS,
     ),
@@ -2792,9 +2793,9 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "ranks drop as if each had the first slice of a sequence",
-        "parallel/lora_dropout.py",
-        "start = self.tp_rank * x.shape[1]",
-        "start = 0 * x.shape[1]",
+        "parallel/token_keys.py",
+        "start = tp_rank * num_tokens",
+        "start = 0 * num_tokens",
         ADAPTERS,
     ),
     Fault(

@@ -64,7 +64,7 @@ def test_apply_mask_scales_what_it_keeps(
     out = apply_mask(x, tokens, columns, 0.3)
     keep = is_kept(tokens.flatten(), columns, 0.3).view(x.shape)
     torch.testing.assert_close(out, torch.where(keep, x / 0.7, 0).to(dtype))
-    monkeypatch.setattr("weft.parallel.lora_dropout.CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr("weft.parallel.token_keys.CHUNK_ELEMENTS", 300)
     assert apply_mask(x, tokens, columns, 0.3).equal(out)
 
 

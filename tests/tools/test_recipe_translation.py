@@ -486,6 +486,25 @@ def test_axolotl_values_are_converted(tmp_path: Path) -> None:
     assert job.model.path == "MODEL"
 
 
+@pytest.mark.parametrize("name", ["neftune_noise_alpha", "noisy_embedding_alpha"])
+def test_axolotl_noise_of_embeddings_is_translated(tmp_path: Path, name: str) -> None:
+    found = translate(tmp_path, "a.yaml", f"{SMALL_AXOLOTL}{name}: 5\n")
+    assert keys_of(found, "train.neftune_alpha") == (5,)
+    assert not any("noise" in n or "noisy" in n for n in [*found.unsupported, *found.ignored])
+
+
+def test_trainer_label_smoothing_and_noise_are_translated(tmp_path: Path) -> None:
+    tree = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    found = translate(tmp_path, "a.json", json.dumps(SFT | tree))
+    assert keys_of(found, "train.label_smoothing", "train.neftune_alpha") == (0.1, 5.0)
+    found = translate(tmp_path, "a.json", json.dumps(SFT | {"neftune_noise_alpha": None}))
+    assert "train.neftune_alpha" not in found.recipe
+    found = translate(tmp_path, "a.json", json.dumps(DPO | tree))
+    assert keys_of(found, "train.neftune_alpha") == (5.0,)
+    assert "label_smoothing_factor" in found.ignored
+    assert "train.label_smoothing" not in found.recipe
+
+
 def test_trl_dpo_values_are_converted(tmp_path: Path) -> None:
     found = translate(tmp_path, "a.json", json.dumps(DPO))
     names = (

@@ -125,12 +125,13 @@ def in_chunks(overrides: Overrides, path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "compute"),
     [
-        ("cp2 tp2", gradients),
+        ("cp2", gradients),
         ("pp2 train.microbatch_size=3", in_chunks),
         *(
             pytest.param(layout, compute, marks=pytest.mark.slow)
             for compute in (gradients, in_chunks)
             for layout in (
+                "cp2 tp2",
                 "dp_shard2 train.microbatch_size=3",
                 "dp_replicate2 tp2 sequence_parallel=false",
                 "cp2 cp_method=ulysses",

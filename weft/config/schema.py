@@ -386,6 +386,11 @@ class TrainSection(Section):
         "next_token: part of the target's probability that is spread over the vocabulary, in "
         "training; losses of the validation set have none",
     )
+    neftune_alpha: Annotated[float, Field(ge=0)] = key(
+        0.0,
+        "scale of uniform noise of the embeddings in training (NEFTune): alpha / sqrt(tokens of "
+        "the document x model.dim); 0: none",
+    )
     mtp_weight: Annotated[float, Field(gt=0)] = key(
         0.3, "weight of the mean loss of the layers of multi-token prediction (model.mtp_layers)"
     )

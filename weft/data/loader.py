@@ -177,7 +177,8 @@ class Batch(NamedTuple):
     ``packing="windows"``.  ``sources_B``, the source of each sequence, is None without a mixture.
     `Pairs` set ``references_BP2``, float32, and `with_later` sets ``later_BTK``.
     ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.  ``weights_BT``, float32, are
-    factors of the targets' losses; None: 1.
+    factors of the targets' losses; None: 1.  ``lengths_BT`` is the number of tokens of each token's
+    document; None: not computed, or the sequence is one document.
     """
 
     tokens_BT: torch.Tensor
@@ -189,6 +190,7 @@ class Batch(NamedTuple):
     token_ids_BT: torch.Tensor | None = None
     later_BTK: torch.Tensor | None = None
     weights_BT: torch.Tensor | None = None
+    lengths_BT: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with ``function`` applied to each tensor."""
@@ -457,6 +459,7 @@ class Loader:
         is_strided: rank r has the sequences r, r + dp_size, ... of a global batch, so that
             microbatch m of all ranks together does not depend on ``dp_size``.
         numbers_tokens: set ``token_ids_BT``, which do not depend on the layout.
+        measures_documents: set ``lengths_BT``.
 
     Raises:
         ValueError: ``dp_size`` does not divide ``global_batch_size``.
@@ -470,6 +473,7 @@ class Loader:
     microbatch_size: int
     is_strided: bool = False
     numbers_tokens: bool = False
+    measures_documents: bool = False
     _sampler: MixtureSampler = field(init=False, compare=False)
     _cached_samples: dict[tuple[int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
@@ -512,6 +516,8 @@ class Loader:
             sequences_B = first + stride * torch.arange(num_sequences)
             ids_BT = sequences_B.unsqueeze(1) * num_tokens + torch.arange(num_tokens)
             batch = batch._replace(token_ids_BT=ids_BT)
+        if self.measures_documents and batch.documents_BT is not None:
+            batch = batch._replace(lengths_BT=document_lengths(batch.documents_BT))
         starts = range(0, num_sequences, self.microbatch_size)
         microbatches = (slice(start, start + self.microbatch_size) for start in starts)
         return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]
@@ -543,6 +549,13 @@ class Loader:
                 num_before[selected], len(samples_of_source), self.seed
             )
         return np.stack((sources, indices))
+
+
+def document_lengths(documents_BT: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens of each token's document, int64 (B, T)."""
+    counts_BT = torch.zeros_like(documents_BT)
+    counts_BT.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
+    return counts_BT.gather(1, documents_BT)
 
 
 class Prefetcher:

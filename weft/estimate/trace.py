@@ -227,8 +227,10 @@ def empty_batches(plan: Plan) -> list[Batch]:
             (tokens.clone(), tokens.clone()) if job.data.keeps_documents else (None, None)
         )
         batch = Batch(tokens, tokens.clone(), *document_columns)
-        if job.lora.dropout:
+        if plan.numbers_tokens:
             batch = batch._replace(token_ids_BT=tokens.clone())
+        if job.train.neftune_alpha and job.data.keeps_documents:
+            batch = batch._replace(lengths_BT=torch.ones_like(tokens))
         if job.data.has_preferences:
             batch = batch._replace(references_BP2=torch.zeros(len(tokens), 1, 2))
         batches.append(batch)

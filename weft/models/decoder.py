@@ -114,6 +114,7 @@ class Decoder(nn.Module):
     mask: Callable[[Tensor | None, Tensor, int, int], Any]
     block: type[DecoderBlock] = DecoderBlock  # class of the layers; a user's model may override it
     fused_loss = False  # see `enable_fused_loss`
+    add_noise: Callable[[Tensor], Tensor] | None = None  # see `set_embedding_noise`
     sequence_shards = 1  # context parallelism: ranks that share each sequence
     rope_cos_SJ: Tensor
     rope_sin_SJ: Tensor
@@ -282,6 +283,8 @@ class Decoder(nn.Module):
         x_BTD: Tensor = tokens_BT
         if self.embed_tokens is not None and not tokens_BT.is_floating_point():
             x_BTD = self.embed(tokens_BT)
+            if self.training and self.add_noise is not None:
+                x_BTD = self.add_noise(x_BTD)
         ropes: dict[bool, Any] = {}
         masks: dict[bool, Any] = {}
         outputs: list[Tensor] = []
@@ -385,6 +388,11 @@ def enable_fused_loss(model: Decoder) -> Callable[[], Tensor]:
     embedding = model.embed_tokens if model.config.tied_embeddings else model.lm_head
     assert embedding is not None
     return lambda: output_weight(embedding)
+
+
+def set_embedding_noise(model: Decoder, add_noise: Callable[[Tensor], Tensor]) -> None:
+    """Let a model apply a function to the embeddings of its input, in training."""
+    model.add_noise = add_noise
 
 
 def output_weight(layer: nn.Module) -> Tensor:

@@ -57,6 +57,7 @@ FAMILY = Family(
     prune_to_stage=decoder.prune_to_stage,
     tied_parameter="embed_tokens.weight",
     enable_fused_loss=decoder.enable_fused_loss,
+    set_embedding_noise=decoder.set_embedding_noise,
     layer_kind=DecoderConfig.layer_kind,
     choose_entries=choose_entries,
 )

@@ -103,6 +103,9 @@ class Family:
         enable_fused_loss: module -> callable that returns the last product's weight ``[V, D]``.
             The module then returns that product's input ``[B, T, D]``, and the loss never
             builds all logits.
+        set_embedding_noise: (module, function of the embeddings ``[B, T, D]``) -> None; the module
+            then applies the function to the embeddings of its input in training, but not to those
+            of later tokens in multi-token prediction; ``train.neftune_alpha``.
         layer_kind: (config, index of a block) -> key; blocks with equal keys do the same work.
             Without it, all do.
         moe_layers: module -> its `weft.models.moe.MoE` layers; expert parallelism.
@@ -128,6 +131,7 @@ class Family:
     prune_to_stage: Callable[[Any, range], None] | None = None
     tied_parameter: str | None = None
     enable_fused_loss: Callable[[Any], Callable[[], Tensor]] | None = None
+    set_embedding_noise: Callable[[Any, Callable[[Tensor], Tensor]], None] | None = None
     layer_kind: Callable[[Any, int], object] | None = None
     moe_layers: Callable[[nn.Module], list[Any]] | None = None
     whole_expert_sharding: Mapping[str, TensorParallelSpec] = field(default_factory=dict)

@@ -100,7 +100,8 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh, options)
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
-    _add_dropout(model, blocks, plan, mesh)
+    if plan.numbers_tokens:
+        _add_random_bits(model, blocks, plan, mesh, family)
     if mesh.cp_group is not None:
         apply_context_parallel(
             model,
@@ -173,11 +174,22 @@ def _add_adapters(
     return add_adapters(model, blocks, plan, float8_names, sharding)
 
 
-def _add_dropout(model: nn.Module, blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:
+def _add_random_bits(
+    model: nn.Module, blocks: list[nn.Module], plan: Plan, mesh: Mesh, family: Family
+) -> None:
+    """Apply dropout of adapters and noise of embeddings."""
+    from weft.parallel.token_keys import read_token_keys
+
+    token_keys, tp_rank = read_token_keys(model, plan.seed), mesh.coordinates["tp"]
     if probability := plan.job.lora.dropout:
         from weft.parallel.lora_dropout import add_lora_dropout
 
-        add_lora_dropout(model, blocks, probability, plan, mesh.coordinates["tp"])
+        add_lora_dropout(model, blocks, probability, plan, tp_rank, token_keys)
+    if plan.job.train.neftune_alpha:
+        from weft.parallel.neftune import EmbeddingNoise
+
+        assert family.set_embedding_noise is not None
+        family.set_embedding_noise(model, EmbeddingNoise(token_keys, plan, tp_rank))
 
 
 def _shard_tensors(

@@ -194,6 +194,11 @@ class Plan:
         return self.job.train.seed
 
     @property
+    def numbers_tokens(self) -> bool:
+        """Return True if training draws random bits by the number of a token in the run."""
+        return self.job.lora.dropout > 0 or self.job.train.neftune_alpha > 0
+
+    @property
     def objective(self) -> str:
         """Training objective."""
         return self.job.train.objective

@@ -20,7 +20,7 @@ from weft.config.schema import (
     Job,
     steps_of,
 )
-from weft.models import Family
+from weft.models import Family, load_family
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import (
     ParallelDims,
@@ -45,6 +45,7 @@ def check_sections(errors: ConfigErrors, job: Job, model: Any, degrees: Parallel
     _check_objective(errors, job)
     _check_score_head(errors, job, model)
     _check_mtp(errors, job, model)
+    _check_neftune(errors, job)
     if job.train.epochs and job.train.steps != "auto":
         rule = f"and train.steps={job.train.steps} both set the length of the run"
         errors.add("train.epochs", rule, "set one of them")
@@ -261,6 +262,13 @@ def _check_score_head(errors: ConfigErrors, job: Job, model: Any) -> None:
         rule = f"needs logits, but {shown_name(job.model)} has a score head (model.score_head)"
         remedy = "use train.objective=reward, or the model without its score head"
         errors.add(key, rule, remedy, ("model.path", "model.score_head"))
+
+
+def _check_neftune(errors: ConfigErrors, job: Job) -> None:
+    if job.train.neftune_alpha and load_family(job.model.kind).set_embedding_noise is None:
+        rule = f"is not supported by the model family {job.model.kind}"
+        remedy = "use 0, or define Family.set_embedding_noise"
+        errors.add("train.neftune_alpha", rule, remedy, ("model.kind",))
 
 
 def _check_mtp(errors: ConfigErrors, job: Job, model: Any) -> None:

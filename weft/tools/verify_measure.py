@@ -550,7 +550,8 @@ def _loader(plan: Plan, mesh: Mesh) -> Loader:
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
         is_strided=plan.world_size_invariant,
-        numbers_tokens=plan.job.lora.dropout > 0,
+        numbers_tokens=plan.numbers_tokens,
+        measures_documents=plan.job.train.neftune_alpha > 0,
     )
 
 

@@ -140,7 +140,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N = ctx.saved_tensors
         grad_N = grad_BT.flatten().masked_fill(~has_target_N, 0.0)
-        at_target_N, uniform_N = grad_N * is_local_N, list[Tensor]()
+        at_target_N = grad_N * is_local_N
+        uniform_N: list[Tensor] = []
         if ctx.label_smoothing:
             at_target_N = (1 - ctx.label_smoothing) * at_target_N
             uniform_N.append(ctx.uniform * grad_N)

@@ -149,7 +149,8 @@ def open_run(
             dp_size=plan.dp_size,
             microbatch_size=plan.microbatch_size,
             is_strided=plan.world_size_invariant,
-            numbers_tokens=job.lora.dropout > 0,
+            numbers_tokens=plan.numbers_tokens,
+            measures_documents=job.train.neftune_alpha > 0,
         )
         data = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
         stack.enter_context(closing(data))

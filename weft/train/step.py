@@ -52,7 +52,10 @@ from weft.train.loss import (
 MAX_STOP_CHECKS = 8  # in a step, because each is a reduction over all ranks
 SEQUENCE_COLUMNS = (
     *("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "later_BTK", "token_ids_BT"),
+    "lengths_BT",
 )
+# What the model takes by name; see `weft.parallel.token_keys`.
+RANDOM_COLUMNS = ("token_ids_BT", "lengths_BT")
 
 
 class Microbatch(NamedTuple):
@@ -297,8 +300,8 @@ class TrainStep:
         (model,) = self.model_parts
         batch = microbatch.batch
         later = () if batch.later_BTK is None else (batch.later_BTK,)
-        ids = {} if batch.token_ids_BT is None else {"token_ids_BT": batch.token_ids_BT}
-        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT, *later, **ids)
+        named = _columns(batch, RANDOM_COLUMNS)
+        output = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT, *later, **named)
         return self._loss(output, microbatch)
 
     def _loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -434,11 +437,7 @@ class TrainStep:
             self.schedule,
             args=[(m.batch.tokens_BT,) if has_first else () for m in padded],
             kwargs=[
-                {
-                    name: column
-                    for name in ("positions_BT", "documents_BT", "later_BTK", "token_ids_BT")
-                    if (column := getattr(m.batch, name)) is not None
-                }
+                _columns(m.batch, ("positions_BT", "documents_BT", "later_BTK", *RANDOM_COLUMNS))
                 for m in padded
             ],
             targets=padded,
@@ -498,6 +497,12 @@ def _pad(batch: Batch, num_sequences: int) -> Batch:
     )
     padded.targets_BT[-missing:] = IGNORE_INDEX
     return padded
+
+
+def _columns(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of a batch that it has."""
+    columns = ((name, getattr(batch, name)) for name in names)
+    return {name: column for name, column in columns if column is not None}
 
 
 def _without_targets(batch: Batch) -> Batch:
