@@ -526,7 +526,7 @@ def test_objective_of_a_mixture_has_the_loss_of_each_source(
     files = ["mixture.json", "tokenizer.json"]
     entries = [{"name": name, "share": 0.5, "store": text} for name in ("a", "b")]
     (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed" / files[0]).write_text(json.dumps(entries))
+    (tmp_path / "mixed" / files[0]).write_text(json.dumps({"sources": entries}))
     shutil.copy(Path(text) / files[1], tmp_path / "mixed")
     keys = [*objective_keys("orpo"), *RUN, ("train.steps", "1"), ("optim.lr", "1e-20")]
     keys += [("train.eval_sequences", "64")]
