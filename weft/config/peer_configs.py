@@ -12,7 +12,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ TORCHTITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "optimizer", "
 TORCHTITAN_SECTIONS |= {"profiling", "validation", "quantize", "float8", "experimental"}
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 REMEDY = (
-    "give a TOML of TorchTitan, a script or arguments of Megatron-LM, a YAML of axolotl, or the "
-    "TrainingArguments of transformers or TRL as YAML or JSON"
+    "give a TOML of TorchTitan, a script or arguments of Megatron-LM, a YAML of axolotl or "
+    "LLaMA-Factory, or the TrainingArguments of transformers or TRL as YAML or JSON"
 )
+TITLES = {**PROJECTS, "llamafactory": "LLaMA-Factory"}
 
 
 @dataclass(frozen=True)
@@ -37,25 +38,36 @@ class PeerConfig:
     """A configuration of another program.
 
     Attributes:
-        program: its name in `PROJECTS`, or ``model``: a ``config.json``.
+        program: its name in `TITLES`, or ``model``: a ``config.json``.
         values: value by name; sections are joined with dots.
         notes: remarks on how the file was read.
+        path: the file; None: there is none.
     """
 
     program: str
     values: dict[str, Any]
     notes: tuple[str, ...] = ()
+    path: Path | None = None
 
     @property
     def title(self) -> str:
         """Return the name of the program, for messages."""
-        return PROJECTS.get(self.program, "transformers")
+        return TITLES.get(self.program, "transformers")
 
 
 @functools.cache
 def load_peer_configs() -> dict[str, Any]:
-    """Return the tables of ``peer_configs.toml``."""
-    return tomllib.loads((FILES / "peer_configs.toml").read_text("utf-8"))
+    """Return the tables of ``peer_configs.toml``.
+
+    A program that ``extends`` another one has its tables, too.
+    """
+    programs = tomllib.loads((FILES / "peer_configs.toml").read_text("utf-8"))
+    for tables in programs.values():
+        for name, base in programs.get(tables.get("extends"), {}).items():
+            own = tables.get(name)
+            if name != "markers":
+                tables[name] = base if own is None else own | base if isinstance(own, dict) else own
+    return programs
 
 
 def read_peer_config(path: Path) -> PeerConfig:
@@ -88,7 +100,7 @@ def read_peer_config(path: Path) -> PeerConfig:
     if found is None:
         rule = "is not a configuration of a program that weft knows"
         raise InvalidConfig([ConfigError("FILE", shown, rule, REMEDY)])
-    return found
+    return replace(found, path=path)
 
 
 def parse_peer_config(text: str, suffix: str) -> PeerConfig | None:
@@ -175,8 +187,10 @@ def _detect_tree(tree: dict[str, Any]) -> PeerConfig | None:
         return PeerConfig("megatron", {_normalize_flag(n): v for n, v in values.items()})
     counts = {
         program: sum(name in tree for name in load_peer_configs()[program]["markers"]["any"])
-        for program in ("axolotl", "huggingface")
+        for program in ("llamafactory", "axolotl", "huggingface")
     }
+    if counts["llamafactory"] > 1:  # its file has arguments of the Trainer, too
+        return PeerConfig("llamafactory", flatten(tree))
     program = max(counts, key=counts.__getitem__)
     return PeerConfig(program, flatten(tree)) if counts[program] > 1 else None
 

@@ -384,8 +384,9 @@ def _begins_with_user(messages: list[Any], form: RowFormat) -> bool:
 
 
 def _get_prompt(row: Row, name: str) -> str:
-    context = f"\n\n{row.get_text('input')}" if row.get("input") else ""
-    return row.get_text(name) + context
+    # The field input may be the question itself, by data.fields.
+    has_input = row.get("input") and row.find("input") != row.find(name)
+    return row.get_text(name) + (f"\n\n{row.get_text('input')}" if has_input else "")
 
 
 def _decode_json(text: str, kind: type) -> Any:

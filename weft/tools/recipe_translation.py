@@ -33,6 +33,7 @@ from weft.config.peer_names import load_peer_answers, load_peer_names
 from weft.config.reader import check_section
 from weft.config.schema import PAIR_OBJECTIVES, SECTIONS
 from weft.data.chat_rows import FIELDS, MESSAGE_FIELDS, ROLE_NAMES
+from weft.tools.dataset_info import INFO_FILE, convert_entry, read_dataset_info
 
 Json = dict[str, Any]
 
@@ -212,7 +213,18 @@ def translate_file(path: Path, cluster: tuple[int, int, str] | None = None) -> T
         translation.set("data.vocab_size", vocabulary, note="of a tokenizer that weft trains")
     _take_rest(translation)
     _check_values(translation)
+    originals = {other: name for name, other in translation.tables.get("names", {}).items()}
+    for table in (translation.sources, translation.unsupported, translation.ignored):
+        for key, text in [*table.items()] if originals else ():
+            renamed = key if table is translation.sources else _rename(key, originals)
+            del table[key]
+            table[renamed] = _rename(text, originals)
     return translation
+
+
+def _rename(text: str, names: dict[str, str]) -> str:
+    """Replace whole words of a text."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
 # ----------------------------------------------------------------------- what all programs share
@@ -224,7 +236,7 @@ def _take_same(t: Translation) -> None:
         if t.values.get(name) == "":
             t.skip(name, "it is not set")
         elif name in t.values:
-            t.choose(_key_of(t.config.program, name), name)
+            t.choose(_key_of(t.tables.get("extends", t.config.program), name), name)
     for name, key in t.tables.get("keys", {}).items():
         t.choose(key, name)
 
@@ -1119,7 +1131,7 @@ def _megatron_outputs(t: Translation) -> None:
     t.set("monitor.trackers", used, "--tensorboard-dir", "--wandb-project")
 
 
-# ----------------------------------------------------------------------- Hugging Face and axolotl
+# ----------------------------------------------------------------------- Hugging Face
 
 OPTIMIZERS = {
     "adamw_torch": "float32",
@@ -1407,8 +1419,13 @@ def _from_huggingface(t: Translation) -> None:
         if not v.get("max_length"):
             t.take("max_length")
             t.lack("max_length", "null", "train.seq_len is a number of tokens")
-        if "truncation_mode" not in v:
-            t.set("data.overlong", "truncate", note="TRL cuts sequences at max_length")
+        if is_dpo:
+            t.take("truncation_mode")
+            note = f"{t.config.title} cuts answers at max_length, weft compares no cut answers"
+            t.set("data.overlong", "skip", "truncation_mode", note=note)
+        elif "truncation_mode" not in v:
+            note = f"{t.config.title} cuts sequences at max_length"
+            t.set("data.overlong", "truncate", note=note)
     else:
         t.notes.append("TrainingArguments have no sequence length: set train.seq_len.")
     if is_sft and not is_dpo and not v.get("packing"):
@@ -1494,6 +1511,148 @@ def _axolotl_preferences(t: Translation, rl: str) -> None:
         t.values["rl_beta"] = t.values.get("rl_beta") or 0.1
         weight = t.take("cpo_alpha")
         t.set("train.sft_weight", 1.0 if weight in (None, "") else weight, "cpo_alpha")
+
+
+# ----------------------------------------------------------------------- LLaMA-Factory
+
+
+# Notes on files of TRL that do not apply.
+LLAMAFACTORY_OMITTED = ("The file names no", "The file trains", "DPOConfig and ORPOConfig")
+
+
+def _from_llamafactory(t: Translation) -> None:
+    """Translate to the names of transformers and TRL, and then as a file of theirs."""
+    v = t.values
+    stage, kind = t.take("stage", "sft"), t.take("finetuning_type", "lora")
+    if stage not in ("pt", "sft", "dpo"):
+        rule, remedy = "is a stage whose loss weft does not have", "stages pt, sft and dpo are read"
+        raise InvalidConfig([ConfigError("stage", stage, rule, remedy)])
+    loss = t.take("pref_loss", "sigmoid")
+    if stage == "dpo" and loss not in ("sigmoid", "ipo", "orpo", "simpo"):
+        t.lack("pref_loss", loss, f"train.objective: {', '.join(OBJECTIVE_NAMES)}")
+    sft_weight = t.take("pref_ftx", 0.0)
+    if kind not in ("lora", "full"):
+        remedy = "lora or full; a table [[optim.groups]] with lr_mult = 0 freezes parameters"
+        t.lack("finetuning_type", kind, remedy)
+    bits = t.take("quantization_bit", "")
+    if bits:
+        v["load_in_4bit" if bits == 4 else "load_in_8bit"] = True
+    if kind == "lora":
+        rank = int(v.get("lora_r") or 8)
+        defaults = {"lora_r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0}
+        for name, value in {**defaults, "lora_target": "all"}.items():
+            v[name] = value if v.get(name, "") == "" else v[name]
+        targets = v["lora_target"]
+        targets = targets.split(",") if isinstance(targets, str) else list(targets)
+        names = [str(target).strip() for target in targets]
+        v["lora_target"] = "all-linear" if names == ["all"] else names
+        v["use_peft"] = True
+    if adapter := t.take("adapter_name_or_path", ""):
+        t.set("lora.path", adapter, "adapter_name_or_path")
+    defaults = {"cutoff_len": 2048, "learning_rate": 5e-5, "val_size": 0.0}
+    defaults |= {"pref_beta": 0.1} if stage == "dpo" else {}
+    for name, value in defaults.items():
+        v[name] = value if v.get(name, "") == "" else v[name]
+    v["gradient_checkpointing"] = not t.take("disable_gradient_checkpointing", False)
+    v["packing"] = bool(v.get("packing") or t.take("neat_packing", False) or stage == "pt")
+    if t.take("mask_history", False):
+        t.set("data.train_turns", "last", "mask_history")
+    thinking = t.take("enable_thinking", "")
+    if thinking != "":
+        t.set("data.chat_template_args", {"enable_thinking": thinking}, "enable_thinking")
+    size = v["val_size"]
+    _llamafactory_data(t, stage, size)
+    if isinstance(size, int | float) and size >= 0.5:
+        remedy = "data.validation_fraction is below 0.5; data.validation_path names a set"
+        t.lack("val_size", t.take("val_size"), remedy)
+        v["test_split_size"] = 0.05
+    v["assistant_only_loss"] = True
+    for name, other in t.tables["names"].items():
+        if name in v:
+            v[other] = v.pop(name)
+            t.given |= {other} if name in t.given else set()
+    v.setdefault("test_split_size", 0.0)
+    if "data.validation_path" in t.recipe:
+        t.take("test_split_size")
+    given = t.given
+    t.given = given | {"learning_rate"}  # not TRL's default
+    data = {key: value for key, value in t.recipe.items() if key.startswith("data.")}
+    sources = {key: t.sources[key] for key in data}
+    notes = len(t.notes)
+    _from_huggingface(t)
+    if stage == "dpo":
+        t.set("train.objective", "dpo" if loss == "sigmoid" else loss, "pref_loss")
+        if sft_weight:
+            t.set("train.sft_weight", sft_weight, "pref_ftx")
+    # The file names data and their format itself.
+    t.recipe |= data
+    t.sources |= sources
+    t.notes[notes:] = [
+        note for note in t.notes[notes:] if not note.startswith(LLAMAFACTORY_OMITTED)
+    ]
+    if t.recipe.get("data.format") == "text":
+        t.recipe.pop("data.overlong", None)
+    t.given = given
+
+
+def _llamafactory_data(t: Translation, stage: str, validation_size: Any) -> None:
+    """Set the keys of the data, by the entries of ``dataset_info.json``."""
+    names, others = (
+        [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
+        for value in (t.take("dataset", ""), t.take("eval_dataset", ""))
+    )
+    names, others = list(filter(None, names)), list(filter(None, others))
+    directory = _find_dataset_dir(t, str(t.take("dataset_dir", "data") or "data"))
+    if not names:
+        t.notes.append("The file names no data: set data.path.")
+        return
+    info = read_dataset_info(directory)
+    entries = [convert_entry(info, name, directory, stage) for name in [*names, *others]]
+    for entry in entries:
+        t.unsupported |= entry.unsupported
+    first, trained = entries[0], entries[: len(names)]
+    t.set("data.format", first.format, "dataset", note=f"of {directory / INFO_FILE}")
+    if first.format == "text":
+        t.set("data.packing", "best_fit" if t.values.get("packing") else "documents", "packing")
+    for key, attribute in (("fields", "fields"), ("roles", "roles"), ("text_field", "text_field")):
+        values = [getattr(entry, attribute) for entry in entries]
+        if any(value != values[0] for value in values):
+            t.lack(f"columns of {', '.join(names)}", json.dumps(values), f"all have one data.{key}")
+        if values[0]:
+            t.set(f"data.{key}", values[0], "dataset")
+    if any(entry.format != first.format for entry in entries):
+        formats = ", ".join(dict.fromkeys(entry.format for entry in entries))
+        t.lack("ranking of the data sets", formats, "all sources have one data.format")
+    paths = {entry.path: 1.0 for entry in trained if entry.path}
+    if len(paths) == 1:
+        t.set("data.path", next(iter(paths)), "dataset")
+    elif paths:
+        probabilities = t.take("interleave_probs", "")
+        parts = str(probabilities).split(",") if probabilities else []
+        if len(parts) == len(paths):
+            paths = dict(zip(paths, map(float, parts), strict=True))
+        else:
+            t.notes.append(
+                "LLaMA-Factory concatenates its data sets. A weight of data.mixture is a share of "
+                "the sequences: change them to the sizes of the sets."
+            )
+        t.set("data.mixture", paths, "dataset")
+    if len(others) == 1 and entries[-1].path:
+        t.set("data.validation_path", entries[-1].path, "eval_dataset")
+    elif others:
+        t.lack("eval_dataset", ", ".join(others), "data.validation_path is one file or directory")
+    if any(entry.format == "chat" and "input" in entry.fields for entry in trained):
+        t.notes.append("weft puts an empty line between instruction and input.")
+
+
+def _find_dataset_dir(t: Translation, name: str) -> Path:
+    """Return ``dataset_dir``, as seen from here, or from a directory above the file."""
+    own = t.config.path.absolute().parents if t.config.path else []
+    places = [expand_path(name), *(parent / name for parent in own)]
+    return next((place for place in places if (place / INFO_FILE).is_file()), places[0]).absolute()
+
+
+# ----------------------------------------------------------------------- axolotl
 
 
 def _from_axolotl(t: Translation) -> None:
@@ -1735,6 +1894,7 @@ PROGRAMS: dict[str, Callable[[Translation], None]] = {
     "megatron": _from_megatron,
     "huggingface": _from_huggingface,
     "axolotl": _from_axolotl,
+    "llamafactory": _from_llamafactory,
     "model": _from_model,
 }
 
