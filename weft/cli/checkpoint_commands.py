@@ -86,6 +86,7 @@ def run_import(options: argparse.Namespace) -> None:
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.plan.model_config import locate_model
+    from weft.plan.tokenizer_conversion import with_tokenizer
     from weft.tools.adapter_path import locate_import
     from weft.tools.dcp_import import convert_checkpoint
     from weft.tools.hf_convert import check_out
@@ -94,6 +95,8 @@ def run_import(options: argparse.Namespace) -> None:
     source = options.source
     if isinstance(source, str):
         source = locate_model(source, with_weights=True, key="MODEL")
+    elif not is_remote(source):
+        source = with_tokenizer(source, "MODEL", str(source))
     console, errors, path = quiet_console(sys.stdout), ConfigErrors(), ""
     with ExitStack() as stack:
         if not is_remote(source) and is_distributed_checkpoint(source):

@@ -27,6 +27,7 @@ from weft.models.hf_mapping import (
     from_hf_config,
     text_config,
 )
+from weft.plan.tokenizer_conversion import ORIGINALS, with_tokenizer
 from weft.plan.vocabulary import find_growth
 
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
@@ -35,7 +36,7 @@ PATH_REMEDY = (
     "Face Hub, or the directory of a weft run; weft import makes one of s3://bucket/model"
 )
 HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
-SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
+SMALL_FILES = ("*.json", "*.jinja", "merges.txt", *ORIGINALS)
 WEIGHT_FILES = ("*.safetensors",)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 1 << 20, 100 << 20
@@ -282,7 +283,7 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
     local, name = expand_path(path), path.removeprefix("hf://")
     rule = "is not a directory" if local.exists() else "does not exist"
     if local.is_dir():
-        return local
+        return with_tokenizer(local, key, path)
     if local.exists() or not HUB_NAME.fullmatch(path):
         raise InvalidConfig([ConfigError(key, path, rule, PATH_REMEDY)])
     remedy = (
@@ -307,7 +308,7 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         else:
             if _has_files(Path(found), with_weights):
-                return Path(found)
+                return with_tokenizer(Path(found), key, path)
             reason = "the Hub has no config.json and safetensors of it"
     rule = f"is no directory, and cannot be downloaded from the Hub: {reason}"
     raise InvalidConfig([ConfigError(key, path, rule, remedy)])

@@ -1,4 +1,4 @@
-"""Read the ``dataset_info.json`` of LLaMA-Factory: where its data sets are, and their rows.
+"""Read the ``dataset_info.json`` of LLaMA-Factory: its data sets and their rows.
 
 The format is that of its ``data/README.md``.  An entry names a file or a data set of the Hub, the
 columns of its rows, and the tags of its messages.
