@@ -201,6 +201,9 @@ def test_yaml_of_each_stage_has_its_format(tmp_path: Path) -> None:
     assert dpo.recipe["train.objective"] == "dpo"
     assert dpo.recipe["train.preference_beta"] == 0.2
     assert dpo.recipe["data.overlong"] == "skip"
+    reward = translate_file(write_yaml(tmp_path, "ranking", "rm")).recipe
+    keys = ("data.format", "train.objective", "data.overlong")
+    assert [reward[key] for key in keys] == ["preferences", "reward", "skip"]
     text = translate_file(write_yaml(tmp_path, "documents", "pt")).recipe
     assert (text["data.format"], text.get("data.text_field")) == ("text", "text")
     assert text["data.packing"] == "best_fit"
