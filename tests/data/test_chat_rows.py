@@ -386,6 +386,42 @@ def test_audit_says_what_has_no_effect_once(
         assert "the first is a.jsonl:5" in found
 
 
+@pytest.mark.parametrize("kind", ["parquet", "feather", "stream", "saved"])
+def test_audit_names_the_columns_of_a_table_that_are_not_read(kind: str, tmp_path: Path) -> None:
+    """From the schema; also columns of null, but not those that data.fields maps."""
+    pa = pytest.importorskip("pyarrow")
+    rows = [
+        {"id": i, "n": None, "chat": {"turns": [message("user", f"a{i}?"), ANSWER]}, "tools": None}
+        for i in range(8)
+    ]
+    table, data = pa.Table.from_pylist(rows), tmp_path / "data"
+    if kind == "saved":
+        pytest.importorskip("datasets").Dataset(table).save_to_disk(str(data))
+    else:
+        data.mkdir()
+        for name in "ab":
+            write_table(kind, table if name == "b" else table.drop(["id", "n"]), data / name)
+    tokenizer = write_tokenizer(tmp_path / "model", CHATML)
+    fields = {"messages": "chat.turns"}
+    found = notes(prepared(data, tokenizer, tmp_path / "cache", fields=fields))
+    first = "data" if kind == "saved" else {"parquet": "b.parquet"}.get(kind, "b.arrow")
+    assert "the columns id, n have no effect; the first file with such a column is" in found
+    assert f"is {first}" in found
+    assert "chat" not in found.replace("chat template", "")
+
+
+def write_table(kind: str, table: Any, path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        pq.write_table(table, path.with_suffix(".parquet"))
+        return
+    new = pa.ipc.new_file if kind == "feather" else pa.ipc.new_stream
+    with new(str(path.with_suffix(".arrow")), table.schema) as writer:
+        writer.write_table(table)
+
+
 def test_audit_of_published_templates_finds_what_they_ignore(tmp_path: Path) -> None:
     rows: list[Any] = with_rows(
         lambda i: {"messages": [message("developer", f"be brief {i}"), ASK, ANSWER]}

@@ -38,7 +38,7 @@ from weft.data.chat_rows import (
 )
 from weft.data.chat_turns import INSEPARABLE_TURNS, TURNS_REMEDY, Rendered
 from weft.data.document_tokens import find_separator
-from weft.data.fragments import FileFragment, list_fragments
+from weft.data.fragments import FileFragment, list_fragments, list_unread_columns
 from weft.data.packing import select_conversations
 from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
@@ -100,7 +100,9 @@ class ConversationCorpus(Corpus):
     def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
         """Render and tokenize every line; reject those that give no trained token."""
         frequency = np.zeros(encoder.vocab_size, np.int64)
-        audit = RowAudit(self.chat)
+        audit, form = RowAudit(self.chat), row_format(self.section)
+        for fragment in {each.file: each for each in self.fragments}.values():
+            audit.add_columns(list_unread_columns(fragment, form.columns), fragment.file.name)
         invalid_lines = _InvalidLines(self.section.path, *["not renderable as tokens"] * 2)
         with ExitStack() as stack:
             train, validation = (

@@ -123,6 +123,31 @@ def read_tables(fragment: FileFragment, columns: Sequence[str]) -> Iterator[Any]
         yield from read(fragment, stream, columns)
 
 
+def list_unread_columns(fragment: FileFragment, columns: Sequence[str]) -> list[str]:
+    """Return the columns of a table that `read_tables` does not read, from its schema.
+
+    Args:
+        fragment: of a table; lines and rows of a function have no schema: none.
+        columns: the columns to read.
+
+    Raises:
+        InvalidConfig: the file cannot be read, or is damaged.
+    """
+    file, names = fragment.file, list[str]()
+    if fragment.kind == "saved":
+        names = _load_saved(file.path).column_names
+    elif fragment.kind == "hub":
+        names = _open_stream(file).column_names or []
+    elif fragment.kind in ("parquet", "arrow"):
+        with open_file(file) as stream:
+            if fragment.kind == "parquet":
+                names = _open_parquet(file, stream).schema_arrow.names
+            else:
+                names = _open_arrow(file, stream)[0].names
+    read = {_find_column(column, names) for column in columns}
+    return [name for name in names if name not in read]
+
+
 # Fields of conversations and of preferences, and the ``data.format`` that reads them.
 CHAT_FIELDS = (
     ({"chosen", "rejected"}, "preferences"),
@@ -263,19 +288,28 @@ def _read_parquet(
 
 
 def _read_arrow(fragment: FileFragment, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
-    """Read a file (Feather), or a stream, which is the format of `datasets`."""
-    pa = _import_pyarrow(fragment.file)
+    file, pa = fragment.file, _import_pyarrow(fragment.file)
+    schema, batches = _open_arrow(file, stream)
+    names = _select_columns(file, columns, schema.names)
+    try:
+        yield from _slice_batches(file, (batch.select(names) for batch in batches))
+    except (pa.ArrowException, OSError) as error:
+        raise table_error(file, f"is not an Arrow file, or damaged: {error}") from error
+
+
+def _open_arrow(file: File, stream: BinaryIO) -> tuple[Any, Iterable[Any]]:
+    """Return schema and batches of a file (Feather), or of a stream (`datasets`)."""
+    pa = _import_pyarrow(file)
     try:
         try:
             reader = pa.ipc.open_file(stream)
-            batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
+            return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
         except pa.ArrowInvalid:
             stream.seek(0)
-            reader = batches = pa.ipc.open_stream(stream)
-        names = _select_columns(fragment.file, columns, reader.schema.names)
-        yield from _slice_batches(fragment.file, (batch.select(names) for batch in batches))
+            reader = pa.ipc.open_stream(stream)
+            return reader.schema, reader
     except (pa.ArrowException, OSError) as error:
-        raise table_error(fragment.file, f"is not an Arrow file, or damaged: {error}") from error
+        raise table_error(file, f"is not an Arrow file, or damaged: {error}") from error
 
 
 def _slice_batches(file: File, batches: Iterable[Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class RowAudit:
     chat: ChatEncoder
     _findings: dict[str, Finding] = field(default_factory=dict)
     _unread: Counter[str] = field(default_factory=Counter)
+    _unread_columns: dict[str, None] = field(default_factory=dict)
     _ignored_by_shape: dict[str, frozenset[str]] = field(default_factory=dict)
     _num_answers: int = 0
     _ending: list[int] = field(default_factory=list)
@@ -63,6 +64,12 @@ class RowAudit:
             raise InvalidConversation(f"{rule}, so that the answer would not be trained")
         for name in sorted(ignored):
             self._count(f"ignored {name}", where)
+
+    def add_columns(self, unread: list[str], file: str) -> None:
+        """Count the columns of a table that are not read, so that no row has them."""
+        if unread:
+            self._unread_columns.update(dict.fromkeys(unread))
+            self._count("columns", file)
 
     def add_row(self, row: Row, examples: list[Example], where: str) -> None:
         """Count the keys of a row without an effect, and what it says not to train."""
@@ -172,13 +179,10 @@ class RowAudit:
     def _describe(self, kind: str, found: Finding) -> str:
         count, first = f"{found.count:,}", f"the first is {found.first}"
         if kind == "unread":
-            names = ", ".join(list(self._unread)[:NUM_SHOWN])
-            more = (
-                f" and {len(self._unread) - NUM_SHOWN} more"
-                if len(self._unread) > NUM_SHOWN
-                else ""
-            )
-            return f"{names}{more} of {count} rows have no effect; {first}"
+            return f"{_list_names(self._unread)} of {count} rows have no effect; {first}"
+        if kind == "columns":
+            names = f"the columns {_list_names(self._unread_columns)} have no effect"
+            return f"{names}; the first file with such a column is {found.first}"
         if kind == "untrained":
             return f"{count} rows say not to train them (weight=0 or train=false); {first}"
         if kind == "arguments":
@@ -218,6 +222,12 @@ class RowAudit:
             f"eos_token_id in generation_config.json beside the tokenizer; the first is "
             f"{found.first}"
         )
+
+
+def _list_names(names: Collection[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = len(names) - NUM_SHOWN
+    return ", ".join(list(names)[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _replace_texts(message: Message, word: Any, is_trained: bool) -> Message:
