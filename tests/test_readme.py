@@ -62,7 +62,9 @@ def test_commands_of_pages_parse(
 
 
 def test_readme_loop_is_the_code() -> None:
-    (quoted,) = (text for kind, text in BLOCKS if kind == "python" and "while state.step" in text)
+    (quoted,) = (
+        text for kind, text in BLOCKS if kind == "python" and "while not is_finished" in text
+    )
     source = (ROOT / "weft" / "train" / "loop.py").read_text("utf-8")
     assert textwrap.indent(quoted.strip(), " " * 8) in source
 

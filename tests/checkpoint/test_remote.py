@@ -16,6 +16,8 @@ from tests import s3
 from tests.checkpoint.test_manager import full_state, save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, read_state, small_job, train_rank
+from tests.train.test_early_stopping import EVERY_2, train_with_losses
+from weft.checkpoint.best import find_best, get_best_metric
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
@@ -281,6 +283,28 @@ def test_remote_killed_run_resumes(home: str, store_path: Path, tmp_path: Path) 
     ((steps_left, names),) = run_ranks(inspect_checkpoints, 1, home)
     assert steps_left == [6, 8]
     assert {name.split("/")[1][:5] for name in names} == {"lease", "step-"}
+
+
+def find_best_step(home: str) -> int:
+    metric = get_best_metric(small_job(("checkpoint.best", "eval_loss")).checkpoint)
+    found = find_best(list_checkpoints(open_directory(home)), metric)
+    assert found is not None
+    return checkpoint_step(found[0])
+
+
+def test_remote_best_checkpoint_is_kept(home: str, store_path: Path, tmp_path: Path) -> None:
+    """Also one whose evaluation a stop skipped, and the next start made up for."""
+    keys = [("run.dir", str(tmp_path / "a")), ("checkpoint.dir", home)]
+    keys += [("checkpoint.best", "eval_loss"), ("checkpoint.keep_latest", "1")]
+    values = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}
+    first, second = ([*keys, EVERY_2, ("train.steps", steps)] for steps in ("4", "8"))
+    run_ranks(train_with_losses, 1, values, first, str(store_path), 4)
+    assert run_ranks(find_best_step, 1, home) == [2]
+    run_ranks(train_with_losses, 1, values, second, str(store_path))
+    assert run_ranks(find_best_step, 1, home) == [4]
+    ((steps_left, names),) = run_ranks(inspect_checkpoints, 1, home)
+    assert steps_left == [4, 8]
+    assert [name for name in names if "evaluation" in name] == ["step-00000004/evaluation.json"]
 
 
 def export_and_import(run: str, home: str, second_run: str) -> list[str]:

@@ -479,7 +479,7 @@ def test_axolotl_values_are_converted(tmp_path: Path) -> None:
     assert keys_of(found, *optim) == (2e-5, "8bit", "cosine", 0.0, 0.999)
     mixture = {"hf://org/chats:english": 1.0, "hf://org/more": 1.0}
     assert keys_of(found, "data.mixture", "data.format") == (mixture, "chat")
-    assert any("early_stopping_patience" in name for name in found.unsupported)
+    assert keys_of(found, "train.early_stopping") == (3,)
     job, _, errors = read_written(tmp_path, found)
     assert errors == []
     assert job.data.mixture == mixture
@@ -1022,3 +1022,47 @@ def test_name_with_a_newline_adds_no_line_to_the_recipe(tmp_path: Path) -> None:
     file.write_text(json.dumps(tree | {"x\n[run]": 1, "datasets": [paths]}))
     recipe = tomllib.loads(write_recipe(translate_file(file), "a\n[b]"))
     assert "name" not in recipe["run"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"load_best_model_at_end": True}, ("eval_loss", None)),
+        ({"load_best_model_at_end": False, "metric_for_best_model": "loss"}, (None, None)),
+        (
+            {"load_best_model_at_end": True, "metric_for_best_model": "eval_rewards/accuracies"},
+            ("reward_accuracy", None),
+        ),
+        (
+            {
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "eval_loss",
+                "greater_is_better": False,
+            },
+            ("eval_loss", None),
+        ),
+        (
+            {
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "rewards/rejected",
+                "greater_is_better": False,
+            },
+            ("reward_rejected", "min"),
+        ),
+    ],
+)
+def test_best_model_of_transformers_is_converted(
+    fields: dict[str, Any], expected: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    found = translate(tmp_path, "a.json", json.dumps(DPO | fields))
+    assert (found.recipe.get("checkpoint.best"), found.recipe.get("checkpoint.best_mode")) == (
+        expected
+    )
+    assert not [name for name in found.unsupported if "best" in name]
+
+
+def test_best_model_of_an_unknown_metric_is_unsupported(tmp_path: Path) -> None:
+    fields = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
+    found = translate(tmp_path, "a.json", json.dumps(DPO | fields))
+    assert found.recipe.get("checkpoint.best") is None
+    assert any("metric_for_best_model" in name for name in found.unsupported)

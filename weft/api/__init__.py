@@ -23,6 +23,7 @@ from weft.api.arguments import (
     read_optional,
     read_path,
     read_paths,
+    read_step,
     read_text,
     read_texts,
     show_value,
@@ -318,6 +319,7 @@ def load_model(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    step: int | str | None = None,
 ) -> nn.Module:
     """Load a model as a plain PyTorch module.
 
@@ -326,6 +328,7 @@ def load_model(
             Hugging Face directory, which may be ``s3://bucket/model``; or ``org/name`` on the Hub.
         dtype: of the parameters, such as ``bfloat16``; default: float32.
         device: such as ``cpu`` or ``cuda:1``; default: a GPU if there is one.
+        step: of a run: step of the checkpoint, or ``best``; default: the newest one.
 
     Returns:
         The module in evaluation mode: token ids ``[B, T]`` to logits ``[B, T, V]``.
@@ -347,9 +350,10 @@ def load_model(
         errors.add(
             "dtype", "is not a floating dtype", "use float32 or bfloat16", value=show_value(dtype)
         )
+    step = read_optional(read_step, "step", step, errors)
     errors.raise_any()
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_module(location, parsed, chosen or default)
+    return load_module(location, parsed, chosen or default, step)
 
 
 def load_text_model(
@@ -357,6 +361,7 @@ def load_text_model(
     device: str | torch.device | None = None,
     *,
     chat_template: str | os.PathLike[str] = "auto",
+    step: int | str | None = None,
 ) -> TextModel:
     """Load a trained model with its tokenizer and chat template, to generate texts.
 
@@ -364,6 +369,7 @@ def load_text_model(
         run: a run or its directory, for its newest checkpoint; or the directory of a checkpoint.
         device: such as ``cpu`` or ``cuda:1``; default: a GPU if there is one.
         chat_template: path of a chat template; auto: the run's.
+        step: of a run: step of the checkpoint, or ``best``; default: the newest one.
 
     Returns:
         The model: ``model.module`` is the PyTorch module, ``model.stream(prompt)`` yields text.
@@ -377,8 +383,9 @@ def load_text_model(
     path = read_path("run", run.path if isinstance(run, RunHandle) else run, errors)
     chosen = read_optional(read_device, "device", device, errors)
     template = read_path("chat_template", chat_template, errors)
+    step = read_optional(read_step, "step", step, errors)
     errors.raise_any()
-    return load_text_model(Path(path), chosen, template)
+    return load_text_model(Path(path), chosen, template, step)
 
 
 @overload

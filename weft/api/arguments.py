@@ -108,6 +108,17 @@ def read_integer(name: str, value: object, low: int, high: int, errors: ConfigEr
     return low
 
 
+def read_step(name: str, value: object, errors: ConfigErrors) -> int | str:
+    """Return the step of a checkpoint, or best."""
+    number = to_python(value)
+    if number == "best":
+        return "best"
+    if type(number) is int and number >= 0:
+        return number
+    errors.add(name, "is neither a step nor 'best'", value=show_value(number))
+    return 0
+
+
 def read_number(name: str, value: object, errors: ConfigErrors) -> float:
     """Return a finite number of at least 0."""
     number = to_python(value)

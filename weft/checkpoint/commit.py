@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.best import BestMetric, find_best
 from weft.checkpoint.manifest import (
     FORMAT,
     STEP_NAME,
@@ -46,6 +47,7 @@ def write_checkpoint(
     keep_latest: int,
     group: Any,
     warn: Callable[[str], None],
+    best: BestMetric | None = None,
 ) -> None:
     """Write every rank's shards; rank 0 commits and deletes old checkpoints.
 
@@ -56,6 +58,7 @@ def write_checkpoint(
         keep_latest: number of checkpoints to keep.
         group: process group; None: all ranks.
         warn: receives the warning of `Lease.hold`.
+        best: metric whose best checkpoint is kept, too.
     """
     final = checkpoint_path(lease.directory, manifest["step"])
     context = f"{final}: could not be written"
@@ -85,7 +88,9 @@ def write_checkpoint(
         raise
     delete_context = f"{final} is saved, but an older checkpoint could not be deleted"
     base = manifest.get("base")
-    run_on_rank_0(lambda: delete_old(lease.directory, keep_latest, base), delete_context, group)
+    run_on_rank_0(
+        lambda: delete_old(lease.directory, keep_latest, base, best), delete_context, group
+    )
     fault_point("checkpoint.saved")
 
 
@@ -152,19 +157,26 @@ def _commit(temporary: Path, final: Path, manifest: Json, lease: Lease) -> None:
     sync_directory(final.parent)
 
 
-def delete_old(directory: Path, keep_latest: int, base: str | None = None) -> None:
+def delete_old(
+    directory: Path, keep_latest: int, base: str | None = None, best: BestMetric | None = None
+) -> None:
     """Delete all but the newest checkpoints, and older ones of abandoned branches.
 
     Args:
         directory: directory of the run's checkpoints.
         keep_latest: number of checkpoints to keep.
         base: name of the checkpoint with the frozen parameters, which is kept.
+        best: metric whose best checkpoint is kept, too.
     """
-    latest = list_checkpoints(directory)[-keep_latest:]
+    current = list_checkpoints(directory)
+    latest = current[-keep_latest:]
     if not latest:
         return  # another process resumed the run from before all of them
+    kept = {*latest}
+    if best is not None and (found := find_best(current, best)) is not None:
+        kept.add(found[0])
     for old in list_committed(directory):
-        if old in latest or old.name == base or checkpoint_step(old) > checkpoint_step(latest[-1]):
+        if old in kept or old.name == base or checkpoint_step(old) > checkpoint_step(latest[-1]):
             continue
         # Hide it atomically first: a partly deleted checkpoint must not look complete.
         fault_point("checkpoint.delete")

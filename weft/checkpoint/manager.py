@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.checkpoint.best import BestMetric, find_best
 from weft.checkpoint.commit import write_checkpoint
 from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.local_save import local_run_dir, save_local
@@ -38,6 +39,7 @@ from weft.checkpoint.manifest import (
     LeaseLost,
     acquire_lease,
     format_error,
+    list_checkpoints,
     read_leases,
     run_on_rank_0,
 )
@@ -130,6 +132,7 @@ class CheckpointManager:
         async_save: bool = False,
         local_dir: str = "off",
         run_files: Mapping[str, str] | None = None,
+        best: BestMetric | None = None,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the manager; every rank calls this function.
@@ -140,10 +143,11 @@ class CheckpointManager:
             async_save: write files while training continues.
             local_dir: directory of local checkpoints: see `weft.checkpoint.local_save`.
             run_files: fingerprints of the run's files: see `weft.checkpoint.run_fingerprints`.
+            best: metric whose best checkpoint is kept, too; None: no checkpoint is.
             log: receives warnings and errors.
         """
         self._run_files = dict(run_files or {})
-        self.keep_latest, self.async_save = keep_latest, async_save
+        self.keep_latest, self.async_save, self._best = keep_latest, async_save, best
         self.lease = Lease(directory)
         self.run_dir: Path | None = None
         self._local_dir = local_dir
@@ -244,6 +248,24 @@ class CheckpointManager:
             self.wait()
         finally:
             self.lease, self.run_dir = own
+
+    def is_best(self, evaluation: Mapping[str, float]) -> bool:
+        """Return True if no checkpoint has a better evaluation; a collective.
+
+        Also True if they cannot be read: then one checkpoint too many is saved.
+        """
+        best, directory = self._best, self.lease.directory
+        if best is None or (value := evaluation.get(best.name)) is None:
+            return False
+
+        def compare() -> bool:
+            try:
+                found = find_best(list_checkpoints(directory), best)
+            except (CheckpointError, OSError):
+                return True
+            return found is None or best.is_better(value, found[1])
+
+        return run_on_rank_0(compare, f"{directory}: could not be read")
 
     def discard_errors(self) -> None:
         """Forget the errors that are not logged yet, because the caller reports them."""
@@ -347,6 +369,7 @@ class CheckpointManager:
                     self.keep_latest,
                     self._group,
                     self._problems.append,
+                    self._best,
                 )
         except CheckpointError as error:
             self._error = error

@@ -85,6 +85,16 @@ class DivergenceState(_Schema):
     reported: bool = False
 
 
+class EarlyStoppingState(_Schema):
+    """State of early stopping: see `weft.train.early_stopping`."""
+
+    metric: ShortText
+    is_higher_better: bool
+    best: float
+    step: Count
+    count: Count
+
+
 class ManifestHeader(_Schema):
     """Manifest without the table of contents, which `parse_contents` checks."""
 
@@ -95,6 +105,8 @@ class ManifestHeader(_Schema):
     epoch: Epoch = 0
     anomaly_state: AnomalyState = AnomalyState()
     divergence_state: DivergenceState = DivergenceState()
+    evaluation: dict[ShortText, float] = {}  # metrics of the validation set, if it was evaluated
+    early_stopping: EarlyStoppingState | None = None
     base: str = Field("", pattern="^(step-[0-9]{8,20})?$")
     inside: str = Field("", pattern="^([0-9a-f]{8})?$")
     data: ShortText | None = None

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.generate_command import add_sampling, read_sampling, write_backslashes
-from weft.cli.option_values import run_path
+from weft.cli.option_values import add_step, run_path
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.escaping import raw_stream
 from weft.config.files import expand_path
@@ -48,6 +48,7 @@ def add_chat(commands: Commands) -> None:
     parser.add_argument(
         "checkpoint", type=run_path, help="run directory, or directory of a checkpoint"
     )
+    add_step(parser.add_argument)
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     add_sampling(parser)
 
@@ -61,7 +62,7 @@ def run_chat(options: argparse.Namespace) -> int:
     errors: ConfigErrors = options.errors
     sampling = read_sampling(options, errors)
     write_backslashes(sys.stdout)
-    checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
+    checkpoint = find_checkpoint(absolute_dir(options.checkpoint), options.step)
     allowed = ["precision.compute_dtype", "run.device", "data.chat_template"]
     job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)
     template = dict(options.overrides).get("data.chat_template", "auto")

@@ -10,7 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count, directory, local_path, model_location, run_path
+from weft.cli.option_values import (
+    add_step,
+    directory,
+    local_path,
+    model_location,
+    run_path,
+    step_or_best,
+)
 from weft.config.errors import ConfigErrors
 from weft.config.run_paths import absolute_dir
 
@@ -19,7 +26,8 @@ def add_rollback(commands: Commands) -> None:
     """Add ``weft rollback``."""
     add = add_command(commands, "rollback", run_rollback, takes_keys=False).add_argument
     add("run", metavar="RUN", type=run_path, help="run directory")
-    add("step", type=count, help="step of the checkpoint; 0: from the beginning")
+    text = "step of the checkpoint, or best (checkpoint.best); 0: from the beginning"
+    add("step", type=step_or_best, help=text)
 
 
 def add_export(commands: Commands) -> None:
@@ -27,6 +35,7 @@ def add_export(commands: Commands) -> None:
     add = add_command(commands, "export", run_export, takes_keys=False).add_argument
     add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
     add("out", metavar="OUT", type=directory, help="new directory, or s3://bucket/prefix")
+    add_step(add)
     text = "float32, bfloat16 or float16 (default: the imported model's, else float32)"
     add("--dtype", default="", help=text)
     add("--max-shard", default="5GB", help="maximum file size (default: 5GB)")
@@ -75,7 +84,8 @@ def run_export(options: argparse.Namespace) -> None:
     with show_progress(console) as show:
         paths = (absolute_dir(options.checkpoint), options.out.absolute())
         sizes = (options.dtype, options.max_shard)
-        summary = export_checkpoint(*paths, *sizes, show, options.adapter, options.prove)
+        flags = (options.adapter, options.prove)
+        summary = export_checkpoint(*paths, *sizes, show, *flags, step=options.step)
     console.print(summary, soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ import json
 import sys
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import count, local_path, positive, run_path
+from weft.cli.option_values import add_step, count, local_path, positive, run_path
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.run_paths import absolute_dir
 
@@ -37,6 +37,7 @@ def add_evaluate(commands: Commands) -> None:
     """Add ``weft evaluate``."""
     add = add_command(commands, "evaluate", run_evaluate, __doc__).add_argument
     add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
+    add_step(add)
     text = "multiple-choice task, a YAML file of the LM Evaluation Harness; repeatable"
     add("--task", action="append", default=[], type=local_path, metavar="FILE", help=text)
     text = "solved examples before each question of a task (default: its num_fewshot, or 0)"
@@ -82,7 +83,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
     if options.fewshot is not None and not options.task:
         rule, remedy = "has no effect without a task", "add --task FILE, or remove it"
         errors.append(ConfigError("--fewshot", options.fewshot, rule, remedy))
-    checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
+    checkpoint = find_checkpoint(absolute_dir(options.checkpoint), options.step)
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     if not tasks:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]

@@ -21,7 +21,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, TextIO
 
 from weft.cli.command_parser import CommandParser, Commands, add_command
-from weft.cli.option_values import count, local_path, not_negative, positive, run_path
+from weft.cli.option_values import add_step, count, local_path, not_negative, positive, run_path
 from weft.config.errors import ConfigErrors
 from weft.config.escaping import raw_stream
 from weft.config.run_paths import absolute_dir
@@ -35,6 +35,7 @@ def add_generate(commands: Commands) -> None:
     parser = add_command(commands, "generate", run_generate, __doc__)
     add = parser.add_argument
     add("checkpoint", type=run_path, help="run directory, or directory of a checkpoint")
+    add_step(add)
     text = "prompts (default: start of a document)"
     add("texts", metavar="PROMPT", nargs="*", help=text)
     text = "another prompt, which may begin with --; repeatable"
@@ -111,7 +112,7 @@ def run_generate(options: argparse.Namespace) -> int:
         errors.add("--chat", "needs a prompt", remedy)
     sampling = read_sampling(options, errors)
     write_backslashes(sys.stdout)
-    checkpoint = find_checkpoint(absolute_dir(options.checkpoint))
+    checkpoint = find_checkpoint(absolute_dir(options.checkpoint), options.step)
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
     job, plan = plan_inference(checkpoint, options.overrides, errors, allowed, for_generation=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from weft.config.errors import ConfigErrors, WeftError
@@ -21,6 +22,21 @@ def positive(text: str) -> int:
     if (number := count(text)) == 0:
         raise argparse.ArgumentTypeError("0 is not an integer of at least 1")
     return number
+
+
+def step_or_best(text: str) -> int | str:
+    """Parse the step of a checkpoint, or best."""
+    if text == "best":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor 'best'")
+    return count(text)
+
+
+def add_step(add: Callable[..., object]) -> None:
+    """Add the option that selects a checkpoint of a run."""
+    text = "step of the checkpoint, or best: that with the best value of checkpoint.best (default: "
+    add("--step", type=step_or_best, help=text + "the newest)")
 
 
 def not_negative(text: str) -> float:

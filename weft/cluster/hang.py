@@ -283,8 +283,11 @@ def _report_without_evidence(run_dir: Path, job: Job, hosts: list[HostFile]) -> 
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir), run_dir)
     num_steps = job.train.known_steps or RunReader(run_dir).steps
+    state, reason = RunReader(run_dir).state(time.time(), running=False)
     if num_steps and step >= num_steps:
         sentence = f"no hang: the run is complete, at step {step}"
+    elif state == "finished":
+        sentence = f"no hang: the run is complete, at step {step}: {reason}"
     elif reports := read_error_reports(run_dir):
         first = reports[0]
         sentence = f"no hang: rank {first['rank']} failed: {first['kind']}: {first['message']}"

@@ -20,6 +20,7 @@ from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from weft.estimate.memory_check import RunPrediction, save_prediction
 from weft.monitor.event_log import note_event
 from weft.plan.plan import Plan
+from weft.train.early_stopping import read_early_stop
 from weft.train.job_checks import describe_changes
 from weft.train.state import checkpoint_dir
 
@@ -43,7 +44,7 @@ def write_run_files(
         for leftover in home.glob(".tmp-step-*-deleted"):
             with suppress(FileNotFoundError):  # another node deletes it, too
                 remove(leftover)
-        if path.exists() and step >= plan.num_steps:
+        if path.exists() and (step >= plan.num_steps or read_early_stop(home, job)):
             _write_data_files(run_dir, job.data, dataset, only_missing=True)
             _record_checkpoint_dir(job, recipe, run_dir)
             return ""

@@ -19,8 +19,9 @@ import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
+from weft.checkpoint.best import find_best, get_best_metric, select_checkpoint
 from weft.checkpoint.final_save import read_place
-from weft.checkpoint.manifest import list_checkpoints
+from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
@@ -70,6 +71,7 @@ from weft.tools.report.run_report import (
     report_page,
     unwritten_message,
 )
+from weft.train.early_stopping import read_early_stop
 from weft.train.job_checks import plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings
@@ -149,7 +151,9 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
         record_start(run_dir, step)
         if elsewhere := read_place(run_dir, home, step):
             console.print(f"warning: the last start could not save in {home}. {elsewhere}")
-        if step < plan.num_steps or lacks_evaluation(run_dir, step):
+        early_stop = read_early_stop(home, job)
+        is_complete = step >= plan.num_steps or early_stop
+        if not is_complete or lacks_evaluation(run_dir, step):
             if newest:
                 resuming = f"resuming from {newest[0]}{changes}"
                 console.print(resuming if step else f"starting from {newest[0]}")
@@ -172,8 +176,12 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
             if failure is not None:
                 error = explain_failure(failure, home, run_dir)
         else:
-            message = f"{run_dir} is complete at step {step}: nothing to do"
-            console.print(f"{message}; to train longer, raise train.steps or train.epochs")
+            message = f"{run_dir} is complete at step {step}"
+            remedy = "raise train.steps or train.epochs"
+            if step < plan.num_steps:
+                message += f": stopped early: {early_stop}"
+                remedy = "raise train.early_stopping, or set it to 0"
+            console.print(f"{message}: nothing to do; to train longer, {remedy}")
         if error is None:
             print_results(plan, recipe, dataset, console)
     if error is not None:
@@ -284,8 +292,8 @@ def run_dir_in_use(run_dir: Path) -> ConfigError:
     return ConfigError("run.dir", str(run_dir), rule, "wait for it, or use another --run.dir")
 
 
-def rollback(run_dir: Path, step: int) -> str:
-    """Make a run resume from an earlier step; return a message for the user.
+def rollback(run_dir: Path, step: int | str) -> str:
+    """Make a run resume from an earlier step, or its best one; return a message.
 
     Raises:
         InvalidConfig: if it is not a run, has no such checkpoint, is being trained, or has its
@@ -296,6 +304,9 @@ def rollback(run_dir: Path, step: int) -> str:
     if errors := owner_errors(home, run_dir):
         raise InvalidConfig(errors)
     with lock_directory(run_dir, run_dir_in_use(run_dir)):
+        if isinstance(step, str):
+            best = select_checkpoint(list_checkpoints(home), step, job.checkpoint)
+            step = checkpoint_step(best)
         dropped = drop_later_checkpoints(home, step)
     newest = list_checkpoints(home)[-1:]
     target = f"to resume from {newest[0]}" if newest else "to start from step 1"
@@ -458,17 +469,25 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
     losses = run.column("loss")[np.isfinite(run.column("loss"))]
     newest = losses[-20:] if len(losses) else np.array([nan])
     is_next_token = plan.objective == "next_token"
-    num_steps = max(plan.num_steps, int(run.last("step") or 0))  # complete before this start
+    num_steps = int(run.last("step") or 0)
+    home = checkpoint_dir(job.checkpoint, run_dir)
+    if not read_early_stop(home, job):
+        num_steps = max(plan.num_steps, num_steps)  # complete before this start
     unit = "in nats per token" if is_next_token else f"of {plan.objective}"
     lines = [
         f"\ntrained {num_steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
         f"{format_duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
         f"  train      {newest.mean():.3f}   mean of the last {len(newest)} records",
     ]
-    if (step := run.last("step") or 0) < plan.num_steps:
+    if (step := run.last("step") or 0) < num_steps:
         lines.insert(1, f"metrics.jsonl ends at step {step:.0f}, so these numbers end there:")
     if (eval_loss := run.last("eval_loss")) is not None:
         lines.append(f"  validation {eval_loss:.3f}   on the validation set")
+    if job.checkpoint.best != "off":
+        metric = get_best_metric(job.checkpoint)
+        if (best := find_best(list_checkpoints(home), metric)) is not None:
+            note = f"best {metric.name}, of step {checkpoint_step(best[0])} (--step best)"
+            lines.append(f"  best       {best[1]:.3f}   {note}")
     if is_next_token:
         note = "baseline: loss of predicting tokens by their frequency"
         lines.append(f"  unigram    {dataset.unigram_entropy_nats:.3f}   {note}")

@@ -396,6 +396,14 @@ class TrainSection(Section):
     )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "validation sequences per evaluation")
+    early_stopping: NonNegative = key(
+        0,
+        "evaluations in a row without an improvement of the validation metric (checkpoint.best; "
+        "without it the validation loss) after which the run ends; 0: train all steps",
+    )
+    early_stopping_delta: Annotated[float, Field(ge=0)] = key(
+        0.0, "early_stopping: smallest change of the metric that counts as an improvement"
+    )
 
     @property
     def beta(self) -> float:
@@ -749,6 +757,15 @@ class CheckpointSection(Section):
         "directory or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir",
     )
     keep_latest: Positive = key(2, "checkpoints to keep, newest first")
+    best: Text = key(
+        "off",
+        "metric of the validation set, such as eval_loss or reward_accuracy: the run also saves "
+        "after an evaluation that improves it, and keeps the checkpoint with the best value in "
+        "addition to keep_latest; off: none",
+    )
+    best_mode: Literal["auto", "min", "max"] = key(
+        "auto", "best value of the metric; auto: min if its name ends with loss, else max"
+    )
     local_dir: Text = key(
         "off",
         "node-local directory for the newest state, such as /dev/shm (takes twice the state in "

@@ -20,6 +20,7 @@ Kind = Literal[
     "change",
     "checkpoint",
     "evaluation",
+    "best",
     "generation",
     "anomaly",
     "divergence",

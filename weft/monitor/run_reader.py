@@ -47,7 +47,7 @@ SILENCE_SECONDS = 60.0
 SYSTEM_FILE = "system.jsonl"  # of `weft.monitor.system_sampler`
 
 # Kinds of expected events, of events that end a run, and of generated text.
-ROUTINE_KINDS = {"start", "change", "checkpoint", "evaluation", "stop", "end"}
+ROUTINE_KINDS = {"start", "change", "checkpoint", "evaluation", "best", "stop", "end"}
 FAILURE_KINDS = {"failure", "hang"}
 TEXT_KIND = "generation"
 
@@ -238,9 +238,21 @@ class RunReader:
         for event in reversed(events):
             if event.kind in FAILURE_KINDS:
                 return "failed", event.text
+            if event.kind == "end":  # train.early_stopping
+                return "finished", event.text
             if event.kind in ("start", "stop"):
                 return "stopped", event.text if event.kind == "stop" else ""
         return ("stopped" if len(self) else "not started"), ""
+
+    def best_event(self) -> RunEvent | None:
+        """Return the event of the best checkpoint on the current branch."""
+        best: list[RunEvent] = []
+        for event in self.read_events():
+            if event.kind == "start":
+                best = [each for each in best if each.step <= event.step]
+            elif event.kind == "best":
+                best.append(event)
+        return best[-1] if best else None
 
     def divergence(self) -> str:
         """Return a note that the run has diverged; empty if it has not."""

@@ -56,6 +56,12 @@ def _is_user_defined(name: str) -> bool:
     return ":" in name
 
 
+_EVALUATIONS = EffectRule(
+    lambda plan: plan.job.train.eval_interval > 0 and plan.job.data.validates,
+    "the run evaluates only at its end (train.eval_interval=0), or has no validation set "
+    "(data.validation_fraction=0)",
+    "Set train.eval_interval, and data.validation_path",
+)
 _PIPELINE = EffectRule(
     lambda plan: plan.pp > 1, "there is no pipeline (parallel.pp=1)", "Set parallel.pp above 1"
 )
@@ -167,6 +173,18 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "train.sft_weight": _of_objectives("dpo", "ipo", "simpo"),
     "train.simpo_gamma": _of_objectives("simpo"),
     "train.reward_center_coef": _of_objectives("reward"),
+    "train.early_stopping": _EVALUATIONS,
+    "train.early_stopping_delta": EffectRule(
+        lambda plan: plan.job.train.early_stopping > 0,
+        "the run does not stop early (train.early_stopping=0)",
+        "Set train.early_stopping to a number of evaluations",
+    ),
+    "checkpoint.best": _EVALUATIONS,
+    "checkpoint.best_mode": EffectRule(
+        lambda plan: plan.job.checkpoint.best != "off",
+        "there is no metric (checkpoint.best=off)",
+        "Set checkpoint.best, such as eval_loss",
+    ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "lora.dropout": EffectRule(

@@ -66,6 +66,7 @@ KEYS_WITHOUT_SPEED = frozenset(
         *("train.seed", "train.steps", "train.epochs", "train.mtp_weight"),
         *("train.preference_beta", "train.preference_label_smoothing", "train.sft_weight"),
         *("train.simpo_gamma", "train.reward_center_coef"),
+        *("train.early_stopping", "train.early_stopping_delta"),
         *("optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay"),
         *("optim.momentum", "optim.schedule", "optim.warmup_steps", "optim.decay_fraction"),
         *("optim.min_lr_ratio", "lora.alpha", "lora.lr_ratio", "lora.rank_stabilized"),

@@ -118,6 +118,7 @@ def export_checkpoint(
     report: Report,
     adapter: bool = False,
     prove: bool = False,
+    step: int | str | None = None,
 ) -> str:
     """Write a checkpoint of any layout as a directory that transformers loads.
 
@@ -132,6 +133,7 @@ def export_checkpoint(
         report: called with the progress.
         adapter: write only the adapters, for PEFT.
         prove: compare the result with the run: see `weft.tools.export_proof`.
+        step: of a run directory: see `find_checkpoint`.
 
     Returns:
         A message for the user.
@@ -149,7 +151,7 @@ def export_checkpoint(
     weights: dict[str, Weight] = {}
     source: dict[str, Any] = {}
     with errors.collect():
-        checkpoint = find_checkpoint(path)
+        checkpoint = find_checkpoint(path, step)
         source = _read_source_config(checkpoint, errors)
         if not dtype:
             known = str(source.get("dtype") or source.get("torch_dtype")).removeprefix("torch.")

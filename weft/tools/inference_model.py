@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.checkpoint.best import select_checkpoint
 from weft.checkpoint.load import load_checkpoint, load_frozen_params
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.checkpoint.run_fingerprints import check_run_files
@@ -72,8 +73,13 @@ class CheckpointRef(NamedTuple):
         return getattr(self.config, "score_head", False)
 
 
-def find_checkpoint(path: Path) -> CheckpointRef:
-    """Find the checkpoint at ``path``, or the newest one of a run directory.
+def find_checkpoint(path: Path, step: int | str | None = None) -> CheckpointRef:
+    """Find the checkpoint at ``path``, or one of a run directory.
+
+    Args:
+        path: a checkpoint or a run directory.
+        step: of a run directory: step of the checkpoint; ``best``: see ``checkpoint.best``; None:
+            the newest one.
 
     Raises:
         InvalidConfig: if there is none, or if the run's files are not those of the checkpoint.
@@ -88,7 +94,13 @@ def find_checkpoint(path: Path) -> CheckpointRef:
         if errors:
             rule = f"has a damaged job.toml ({errors[0]})"
             raise InvalidConfig([ConfigError("checkpoint", str(run_dir), rule)])
-        paths = list_checkpoints(checkpoint_dir(job.checkpoint, path))[-1:] if is_run else [path]
+        paths = list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)) if is_run else [path]
+    if step is not None and not is_run:
+        rule, remedy = "is for a run directory, not for a checkpoint", "leave it out"
+        raise InvalidConfig([ConfigError("step", step, rule, remedy)])
+    if step is not None and paths:
+        paths = [select_checkpoint(paths, step, job.checkpoint)]
+    paths = paths[-1:]
     if not paths or not (paths[0] / "manifest.json").is_file():
         rule = "is neither a run directory with a checkpoint nor a checkpoint in one"
         remedy = "train first: weft train demo"

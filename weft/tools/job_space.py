@@ -60,7 +60,10 @@ EXCLUDED = {
         "verify trains on random tokens",
     ),
     **dict.fromkeys(("train.steps", "train.epochs"), "--steps sets the number of steps"),
-    "train.eval_interval": "verify evaluates once, at the end",
+    **dict.fromkeys(
+        ("train.eval_interval", "train.early_stopping", "train.early_stopping_delta"),
+        "verify evaluates once, at the end",
+    ),
     "parallel.async_tp": "needs GPUs that reach each other's memory",
     "parallel.symmetric_memory": "needs GPUs that reach each other's memory",
     "precision.float8_small": "follows precision.float8, because all matrices are small here",

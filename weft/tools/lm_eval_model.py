@@ -48,6 +48,7 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
             the user names no device, means the same on a machine without a GPU.
         chat_template_args: variables of the chat template; None: ``data.chat_template_args``.
         enable_thinking: one of these variables.
+        step: of a run directory: step of the checkpoint, or best; None: the newest one.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
         device: str | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
         enable_thinking: bool | None = None,
+        step: int | str | None = None,
         **ignored: Any,
     ) -> None:
         super().__init__()
-        checkpoint = find_checkpoint(Path(os.path.realpath(path)))
+        checkpoint = find_checkpoint(Path(os.path.realpath(path)), step)
         if device == HARNESS_DEFAULT_DEVICE and not torch.cuda.is_available():
             device = None
         self.model = load_local_model(checkpoint, torch.device(device) if device else None)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.storage import open_directory
-from weft.config.errors import ConfigErrors
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
 from weft.config.schema import LoraSection
 from weft.parallel.lora import apply_lora
@@ -19,7 +19,9 @@ from weft.tools.inference_model import find_checkpoint, load_unsharded
 from weft.tools.peft_import import open_adapter
 
 
-def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+def load_module(
+    path: str, dtype: torch.dtype | None, device: torch.device, step: int | str | None = None
+) -> nn.Module:
     """Load a model in this process.
 
     Args:
@@ -27,6 +29,7 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
             an object store, or org/name on the Hub.
         dtype: dtype of the parameters; None: float32.
         device: where they are allocated.
+        step: of a run: see `find_checkpoint`.
 
     Returns:
         The module in evaluation mode: token ids ``[B, T]`` to logits ``[B, T, V]``.
@@ -37,8 +40,11 @@ def load_module(path: str, dtype: torch.dtype | None, device: torch.device) -> n
     local = expand_path(path)
     is_weft = any((directory / "job.toml").is_file() for directory in (local, *local.parents[:2]))
     if local.exists() and is_weft and not (local / "config.json").is_file():
-        module = load_unsharded(find_checkpoint(local), device)
+        module = load_unsharded(find_checkpoint(local, step), device)
         return module.to(dtype or torch.float32).eval()
+    if step is not None:
+        rule = "is for a run of weft, and path is another model"
+        raise InvalidConfig([ConfigError("step", step, rule, "leave it out")])
     if "://" in path and not path.startswith("hf://"):
         remote = open_directory(path)
         with store_errors(remote):

@@ -46,6 +46,7 @@ POSITIVE = (
     *("--vocab-size", "--train-iters", "--train-samples", "--moe-ffn-hidden-size"),
     *("--ffn-hidden-size", "per_device_train_batch_size", "micro_batch_size"),
     *("*accumulation_steps", "parallelism_config.*_size", "profiling.profile_freq", "vocab_size"),
+    "early_stopping_patience",
 )
 NUMBERS = (
     *("parallelism.data_parallel_shard_degree", "training.global_batch_size"),
@@ -1342,6 +1343,38 @@ def _trainer_saves(t: Translation) -> None:
     logs = t.take("logging_steps")
     if logs:
         _set_length(t, "monitor.log_interval", max(1, logs) if logs >= 1 else logs, "logging_steps")
+    _trainer_best(t)
+
+
+# Metrics of the validation set, by transformers' and TRL's names.
+BEST_METRICS = {
+    "loss": "eval_loss",
+    "rewards/accuracies": "reward_accuracy",
+    "rewards/margins": "reward_margin",
+    "rewards/chosen": "reward_chosen",
+    "rewards/rejected": "reward_rejected",
+}
+
+
+def _trainer_best(t: Translation) -> None:
+    patience, keeps_best = t.take("early_stopping_patience"), t.take("load_best_model_at_end")
+    name, is_greater = t.take("metric_for_best_model"), t.take("greater_is_better")
+    if patience:
+        t.set("train.early_stopping", patience, "early_stopping_patience")
+    if not patience and not keeps_best:
+        return  # then the others have no effect
+    name = str(name or "loss").removeprefix("eval_")
+    if (metric := BEST_METRICS.get(name)) is None:
+        known = ", ".join(dict.fromkeys(BEST_METRICS.values()))
+        t.lack("metric_for_best_model", name, f"checkpoint.best is one of {known}")
+        return
+    # Early stopping uses this metric, too.
+    if keeps_best or metric != "eval_loss":
+        names = ("load_best_model_at_end", "metric_for_best_model")
+        t.set("checkpoint.best", metric, *names, note="weft export RUN OUT --step best")
+    if isinstance(is_greater, bool) and is_greater != (name != "loss"):
+        t.set("checkpoint.best", metric, "metric_for_best_model")
+        t.set("checkpoint.best_mode", "max" if is_greater else "min", "greater_is_better")
 
 
 def _note_holdout(t: Translation) -> None:

@@ -131,7 +131,10 @@ class TextModel:
 
 
 def load_text_model(
-    path: Path, device: torch.device | None = None, template: str = "auto"
+    path: Path,
+    device: torch.device | None = None,
+    template: str = "auto",
+    step: int | str | None = None,
 ) -> TextModel:
     """Load the newest checkpoint of a run, or a given one, in this process.
 
@@ -140,11 +143,12 @@ def load_text_model(
         device: default: a GPU if there is one.  On a GPU the weights are bfloat16, unless the run
             computes in float32.
         template: see `TextModel`.
+        step: of a run directory: see `find_checkpoint`.
 
     Raises:
         InvalidConfig: if there is no checkpoint, or no such template.
     """
-    checkpoint = find_checkpoint(Path(os.path.realpath(path)))
+    checkpoint = find_checkpoint(Path(os.path.realpath(path)), step)
     return TextModel(load_local_model(checkpoint, device), checkpoint, template)
 
 

@@ -328,8 +328,11 @@ def check_names(job: Job) -> ConfigErrors:
             lookup(value, table)
         except LookupError as error:
             errors.add(key, str(error), suggest(value, table), value=value)
-    if ":" in job.train.objective and "train.objective" not in [error.key for error in errors]:
-        _check_objective(errors, job)
+    if "train.objective" not in [error.key for error in errors]:
+        if ":" in job.train.objective:
+            _check_objective(errors, job)
+        if job.checkpoint.best not in ("off", "eval_loss"):
+            _check_best_metric(errors, job)
     return errors
 
 
@@ -376,6 +379,17 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
     if needs_references and job.resilience.has_replica_groups:
         rule = f"needs references, which replica groups ({on}) do not support"
         errors.add(key, rule, f"use {on}=none", (on,))
+
+
+def _check_best_metric(errors: ConfigErrors, job: Job) -> None:
+    """Check that the objective has the metric of ``checkpoint.best``."""
+    name = job.checkpoint.best
+    if name.startswith("mtp_loss/") or "train.objective" in [error.key for error in errors]:
+        return
+    known = ("off", "eval_loss", *build_objective(job.train.objective, job.train).metrics)
+    if name not in known:
+        rule = f"is not a metric of the validation set with train.objective={job.train.objective}"
+        errors.add("checkpoint.best", rule, suggest(name, known), ("train.objective",))
 
 
 def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:

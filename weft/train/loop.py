@@ -45,9 +45,10 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.checkpoint.best import FIELDS, add_evaluation, get_best_metric
 from weft.checkpoint.final_save import FinalSave
 from weft.checkpoint.fingerprint import compare_replicas
-from weft.checkpoint.manifest import CheckpointError
+from weft.checkpoint.manifest import CheckpointError, run_on_rank_0
 from weft.config.errors import WeftError
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch
@@ -66,6 +67,7 @@ from weft.optim.optimizer import (
 )
 from weft.parallel.compile import describe_graph_break
 from weft.plan.plan import Plan
+from weft.train.early_stopping import add_evaluation_to_state, describe_early_stop
 from weft.train.metric_logger import TrainingError, is_due
 from weft.train.run import Generate, Run, open_run
 from weft.train.setup import Rank
@@ -91,8 +93,8 @@ def train(
     # Opening the run may stop, too.
     with suppress(StopRequested), open_run(plan, dataset, rank, console, generate) as run:
         state, batches = run.initial_state, list[Batch]()
-        evaluate_if_skipped(run, state)  # collective
-        while state.step < plan.num_steps and not run.consensus.should_stop():  # collective
+        state = evaluate_if_skipped(run, state)  # collective
+        while not is_finished(run, state) and not run.consensus.should_stop():  # collective
             with error_context(run, state):
                 try:
                     state = sync_replicas(run, state)  # collective; another group may be ahead
@@ -139,17 +141,26 @@ def train(
 
                 due = find_due(run, step, votes)
                 optimizer_step(run, step, result, anomaly, due)  # collective if logged
+                anomaly_state = run.anomalies.state()
                 state = replace(
-                    state, step=step, samples=samples, anomaly_state=run.anomalies.state()
+                    state, step=step, samples=samples, anomaly_state=anomaly_state, evaluation={}
                 )
                 compare_weights(run, step, due)  # collective
                 if due.log:
-                    log_step(run, state, due)  # collective
+                    state = log_step(run, state, due)  # collective
+                    due = save_if_best(run, state, due)  # collective
                 if due.save or due.save_local:
                     save_step(run, state, due)  # collective
         save_last_step(run, state)  # collective
-        return state.step >= plan.num_steps and not run.consensus.is_stopping
+        return is_finished(run, state) and not run.consensus.is_stopping
     return False
+
+
+def is_finished(run: Run, state: TrainState) -> bool:
+    """Return True if all steps are done, or ``train.early_stopping`` ends the run."""
+    return state.step >= run.plan.num_steps or bool(
+        describe_early_stop(state.early_stopping, run.plan.job)
+    )
 
 
 def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResult | None:
@@ -300,8 +311,8 @@ def compare_weights(run: Run, step: int, due: Due) -> None:
         run.replicas.compare()
 
 
-def log_step(run: Run, state: TrainState, due: Due) -> None:
-    """Record the step and evaluate, where due; a collective.
+def log_step(run: Run, state: TrainState, due: Due) -> TrainState:
+    """Record the step and evaluate, where due; return the state with it; a collective.
 
     Recording comes before a save, because it raises after a NaN or Inf.  A stop skips the
     evaluation, or abandons it.
@@ -310,10 +321,28 @@ def log_step(run: Run, state: TrainState, due: Due) -> None:
     evaluate = None
     if due.evaluate and not run.consensus.is_stopping:
         evaluate = partial(evaluate_model, run, texts)
-    run.metrics.log(
+    evaluation = run.metrics.log(
         state, run.anomalies, run.replicas.count, evaluate, due.evaluate and evaluate is None
     )
     log_texts(run, state, texts)
+    return add_evaluation_to_state(state, evaluation, run.plan.job)
+
+
+def save_if_best(run: Run, state: TrainState, due: Due) -> Due:
+    """Make a save due if the evaluation of this step is the best one; a collective.
+
+    See ``checkpoint.best``.  The last step is saved anyway.
+    """
+    if not run.replicas.is_leader or not run.checkpoints.is_best(state.evaluation):
+        return due
+    metric = get_best_metric(run.plan.job.checkpoint)
+    text = f"the best {metric.name} so far: {state.evaluation[metric.name]:.4g}"
+    run.events.add("best", state.step, text)
+    if due.save or run.consensus.is_stopping or is_finished(run, state):
+        return due
+    if run.plan.job.resilience.replica_check:
+        compare_replicas(run.built.model_parts, run.built.optimizer)
+    return due._replace(save=True)
 
 
 def save_step(run: Run, state: TrainState, due: Due) -> None:
@@ -353,7 +382,11 @@ def save_last_step(run: Run, state: TrainState) -> None:
         save_final(run, state)
         log_save(run, state)
     if reason is None:
-        run.events.add("end", state.step, f"all {run.plan.num_steps} steps are done")
+        done = f"all {run.plan.num_steps} steps are done"
+        if state.step < run.plan.num_steps:
+            done = f"stopped early: {describe_early_stop(state.early_stopping, run.plan.job)}"
+            run.log(f"step {state.step}: {done}")
+        run.events.add("end", state.step, done)
         return
     now, waited = time.time(), run.checkpoints.waited_seconds if saves else 0.0
     end = f"{reason.text}: {'saved' if saves else 'stopped at'} step {state.step} "
@@ -414,12 +447,25 @@ def evaluate_model(run: Run, texts: list[str]) -> float:
     return loss
 
 
-def evaluate_if_skipped(run: Run, state: TrainState) -> None:
-    """Make up for an evaluation that a stop skipped after the last step; a collective."""
+def evaluate_if_skipped(run: Run, state: TrainState) -> TrainState:
+    """Make up for an evaluation that a stop skipped after the last step; a collective.
+
+    Its metrics are added to the state, and to the checkpoint of that step.
+    """
     texts: list[str] = []
     with suppress(StopRequested):
-        run.metrics.log_skipped_evaluation(state.step, partial(evaluate_model, run, texts))
+        evaluate = partial(evaluate_model, run, texts)
+        evaluation = run.metrics.log_skipped_evaluation(state.step, evaluate)
         log_texts(run, state, texts)
+        if evaluation:
+            state = add_evaluation_to_state(state, evaluation, run.plan.job)
+            fields = {name: dict(getattr(state, name)) for name in FIELDS}
+            home = run.checkpoints.lease.directory
+            run_on_rank_0(
+                lambda: add_evaluation(home, state.step, fields),
+                f"{home}: the evaluation of step {state.step} could not be added",
+            )
+    return state
 
 
 def log_texts(run: Run, state: TrainState, texts: list[str]) -> None:

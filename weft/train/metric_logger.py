@@ -229,7 +229,7 @@ class MetricLogger:
         num_replicas: int,
         evaluate: Callable[[], float] | None,
         skips_evaluation: bool = False,
-    ) -> None:
+    ) -> dict[str, float]:
         """Record the step that has just been completed; a collective.
 
         Args:
@@ -239,6 +239,9 @@ class MetricLogger:
             evaluate: returns the validation loss; None: it is not recorded.  After
                 `StopRequested` the record says that the evaluation is missing.
             skips_evaluation: an evaluation is due, but the run stops.
+
+        Returns:
+            The metrics of the validation set; empty without an evaluation.
         """
         plan, device = self._plan, self._rank.device
         enter_phase("device")
@@ -312,19 +315,23 @@ class MetricLogger:
             sink.write(record)
         self._events.flush()
         self.step_seconds = times.step
+        return flatten_evaluation(validation)
 
-    def log_skipped_evaluation(self, step: int, evaluate: Callable[[], float]) -> None:
+    def log_skipped_evaluation(self, step: int, evaluate: Callable[[], float]) -> dict[str, float]:
         """Make up for an evaluation that a stop skipped after ``step``; a collective.
+
+        Returns:
+            The metrics of the validation set; empty if no evaluation is missing.
 
         Raises:
             StopRequested: by ``evaluate``; then it is still missing.
         """
         (is_skipped, *_), *_ = gather_rows([self._skipped is not None])
         if not is_skipped:
-            return
+            return {}
         validation = self._evaluate(step, evaluate)
-        if self._skipped is None:
-            return  # only rank 0 has the record
+        if self._skipped is None:  # only rank 0 has the record
+            return flatten_evaluation(validation)
         record = {k: v for k, v in self._skipped.items() if k != "eval_skipped"}
         completed = StepRecord.from_dict(record | validation)
         by_key = completed.to_dict()
@@ -333,6 +340,7 @@ class MetricLogger:
         with tolerate(self._path, self._events.log):
             replace_last(self._path, record | by_key)
         self._skipped = None
+        return flatten_evaluation(validation)
 
     def _take_anomalies(self, step: int) -> list[dict[str, Any]]:
         """Return the new anomalies without those that an earlier start has recorded."""
@@ -366,6 +374,14 @@ class MetricLogger:
         enter_phase("log")
         self._events.add("evaluation", step, f"validation loss {loss:.4f}")
         return {"eval_loss": loss, "eval_loss_by_source": losses, "eval_metrics": metrics}
+
+
+def flatten_evaluation(validation: dict[str, Any]) -> dict[str, float]:
+    """Return ``eval_loss`` and the objective's metrics of an evaluation."""
+    if not validation:
+        return {}
+    values = {"eval_loss": validation["eval_loss"], **(validation["eval_metrics"] or {})}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def is_due(step: int, interval: int, last: int) -> bool:

@@ -361,6 +361,8 @@ class ReplicaGroups(SingleReplica):
             "step": state.step,
             "samples": state.samples,
             "anomaly_state": state.anomaly_state,
+            "evaluation": dict(state.evaluation),
+            "early_stopping": dict(state.early_stopping),
             "tensors": shapes,
         }
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
@@ -396,6 +398,8 @@ class ReplicaGroups(SingleReplica):
             step=header["step"],
             samples=header["samples"],
             anomaly_state=header["anomaly_state"],
+            evaluation=header["evaluation"],
+            early_stopping=header["early_stopping"],
         )
 
     # ---------------------------------------------------------------- in a step

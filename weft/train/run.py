@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn import Parameter
 
+from weft.checkpoint.best import get_best_metric
 from weft.checkpoint.manager import CheckpointManager, CheckpointSchedule
 from weft.checkpoint.manifest import run_on_rank_0
 from weft.checkpoint.run_fingerprints import fingerprint_run, recorded_fingerprints
@@ -138,6 +139,7 @@ def open_run(
             async_save=job.checkpoint.async_save,
             local_dir=job.checkpoint.local_dir,
             run_files=run_files,
+            best=None if job.checkpoint.best == "off" else get_best_metric(job.checkpoint),
             log=lambda text: events.add("warning", timer.completed_step, text, warning=True),
         )
         stack.enter_context(closing(checkpoints))

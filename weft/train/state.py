@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.checkpoint.best import read_evaluation
 from weft.checkpoint.commit import list_quarantined, quarantine
 from weft.checkpoint.load import load_checkpoint, load_frozen_params, load_local_checkpoint
 from weft.checkpoint.local_save import list_local_steps, local_run_dir
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
+    checkpoint_path,
     checkpoint_step,
     list_checkpoints,
     read_manifest,
@@ -44,6 +46,8 @@ class TrainState:
             for any batch size and layout.
         anomaly_state: see `weft.monitor.anomaly.AnomalyDetector.state`.
         divergence_state: see `weft.monitor.anomaly.DivergenceDetector.state`.
+        evaluation: metrics of the validation set after this step; empty: it was not evaluated.
+        early_stopping: see `weft.train.early_stopping`; empty before the first evaluation.
         base: name of the checkpoint with the frozen parameters; empty if there are none, or if they
             follow from the seed.
     """
@@ -52,6 +56,8 @@ class TrainState:
     samples: int
     anomaly_state: Mapping[str, Any] = field(default_factory=dict)
     divergence_state: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    early_stopping: Mapping[str, Any] = field(default_factory=dict)
     base: str = ""
 
     def manifest(self, plan: Plan, dataset: Dataset) -> dict[str, Any]:
@@ -61,6 +67,8 @@ class TrainState:
             "samples": self.samples,
             "anomaly_state": self.anomaly_state,
             "divergence_state": self.divergence_state,
+            **({"evaluation": dict(self.evaluation)} if self.evaluation else {}),
+            **({"early_stopping": dict(self.early_stopping)} if self.early_stopping else {}),
             **({"base": self.base} if self.base else {}),
             "data": dataset.fingerprint,
             **({"frozen": list(plan.frozen_params)} if plan.frozen_params else {}),
@@ -142,7 +150,9 @@ def resume(
                 f"warning: the run was resumed at step {resumed} before, and no later checkpoint "
                 f"is left: resuming at step {source.step}"
             )
-        return _state_of(manifest, base)
+        path = source.path or checkpoint_path(directory, source.step)
+        evaluation = run_on_rank_0(partial(read_evaluation, path, manifest), f"{path}")
+        return replace(_state_of(manifest, base), **evaluation)
     if resumed and not lost:
         lost.append(f"the run was resumed at step {resumed}, and no checkpoint of it is left")
     if lost:

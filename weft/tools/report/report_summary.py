@@ -44,6 +44,8 @@ def headline(run: RunReader, state: str, reason: str) -> str:
         text = f"The loss {verb} from {first:.3f} to {last:.3f} in {step:,.0f} steps"
         text += f" ({format_count(int(run.last('tokens') or 0))} tokens)."
     note = validation_note(run)
+    if (best := run.best_event()) is not None:
+        note += f" The checkpoint of step {best.step:,} has {best.text}."
     problem = f"{state.capitalize()}: {reason}. " if reason and state != "running" else ""
     if run.divergence():
         problem = f"{run.divergence().capitalize()}. "
