@@ -907,7 +907,7 @@ class _Comparison:
         by_tokens = {
             row.numpy().tobytes(): own for row, own in zip(rows.tokens, by_row, strict=True)
         }
-        references = torch.zeros(pairs.num_pairs, 2)
+        references = torch.zeros(pairs.num_groups, 2)
         references[numbers] = moved
         yield Mixture([replace(pairs, references=references)]), by_tokens
 

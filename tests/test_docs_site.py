@@ -104,7 +104,7 @@ def test_type_text_shows_choices_and_bounds() -> None:
         name: reference_pages.type_text(values)
         for name, values in reference_pages.properties(SECTIONS["data"]).items()
     }
-    assert values["format"] == "one of `text`, `chat`, `preferences`"
+    assert values["format"] == "one of `text`, `chat`, `preferences`, `unpaired`"
     assert values["validation_fraction"] == "number ≥ 0, < 0.5"
     assert values["vocab_size"] == "integer ≥ 257"
     parallel = reference_pages.properties(SECTIONS["parallel"])["dp_shard"]

@@ -488,3 +488,40 @@ def test_template_arguments_and_named_templates_are_used(tmp_path: Path) -> None
     other = prepared(file, tokenizer, tmp_path / "cache")
     texts = [decode(list(tokens), skip_special_tokens=False) for tokens in all_tokens(other)]
     assert sum(text.startswith("tools ") for text in texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "completion": "b", "label": True}, [("b", True)]),
+        ({"prompt": "a", "completion": "b", "label": 0}, [("b", False)]),
+        ({"prompt": "a", "completion": "b", "label": "False"}, [("b", False)]),
+        ({"prompt": [ASK], "completion": [ANSWER], "label": False}, [("b", False)]),
+        # The answer of a conversation is its last turn.
+        ({"messages": [ASK, message("assistant", "x"), ASK, ANSWER], "label": True}, [("b", True)]),
+        # A preference is two answers.
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, [("b", True), ("c", False)]),
+    ],
+)
+def test_unpaired_row_is_read(row: dict[str, Any], expected: list[tuple[str, bool]]) -> None:
+    examples = parse(row, unpaired=True)
+    found = []
+    for example in examples:
+        assert example.label is not None
+        [turn] = example.trained_turns
+        found.append((example.messages[turn]["content"], example.label))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a", "completion": "b", "good": "yes"}, "neither a label .*label=prompt"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "the label 2, which is neither"),
+        ({"prompt": "a", "completion": "b", "label": "maybe"}, "the label 'maybe', which"),
+        ({"prompt": "a", "completion": "b", "label": True, "weight": 0.5}, "compares answers"),
+    ],
+)
+def test_unpaired_row_without_a_label_is_refused(row: dict[str, Any], what: str) -> None:
+    with pytest.raises(InvalidConversation, match=what):
+        parse(row, unpaired=True)

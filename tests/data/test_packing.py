@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -20,8 +21,16 @@ from weft.data.chat_template import load_chat_template
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.inspect import describe_packing
-from weft.data.loader import IGNORE_INDEX, Batch, Loader, Mixture, Pairs, build_mixture
-from weft.data.packing import pack_best_fit, pack_split
+from weft.data.loader import (
+    IGNORE_INDEX,
+    Batch,
+    LabeledAnswers,
+    Loader,
+    Mixture,
+    Pairs,
+    build_mixture,
+)
+from weft.data.packing import pack_best_fit, pack_split, swap_answers
 from weft.data.prepare import prepare_data
 
 
@@ -95,6 +104,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(12)
     ]
     write_lines(directory / "pairs.jsonl", pairs)
+    answers = [
+        {"prompt": "it " * (i % 5), "completion": "is it " * (i + 1), "label": i % 3 > 0}
+        for i in range(12)
+    ]
+    write_lines(directory / "answers.jsonl", answers)
     return directory
 
 
@@ -212,7 +226,7 @@ def test_packing_pairs_share_rows_and_stay_together(data_dir: Path) -> None:
     store, order = text.sources[0].store, pairs.packed.packed.document_order
     num_pairs = store.manifest.train.documents // 2
     assert sorted(order.tolist()) == list(range(2 * num_pairs))
-    assert pairs.num_pairs == num_pairs > 1.5 * len(batch.tokens_BT)
+    assert pairs.num_groups == num_pairs > 1.5 * len(batch.tokens_BT)
     assert pairs.packed.packed.fill_fraction(128) > 0.7
     rows = [
         (row, place, pair)
@@ -242,6 +256,53 @@ def test_packing_pairs_share_rows_and_stay_together(data_dir: Path) -> None:
     assert error.key == "data.overlong"
 
 
+def test_packing_labeled_answers_have_an_answer_to_another_prompt(data_dir: Path) -> None:
+    """The swapped conversation is what the template would write."""
+    text, chosen = open_prepared(data_dir, "answers.jsonl", format="unpaired")
+    store, mixture = text.sources[0].store, build_mixture(text, "train", 64, chosen, 0)
+    [samples] = mixture.sources
+    assert isinstance(samples, LabeledAnswers)
+    batch = full_batch(mixture)
+    assert batch.labels_BP is not None
+    assert batch.documents_BT is not None
+    swapped = batch.with_swapped_answers()
+    assert swapped.documents_BT is not None
+    writer = ChatEncoder(chosen.tokenizer, load_chat_template(chosen))
+    rows = [json.loads(line) for line in (data_dir / "answers.jsonl").read_bytes().splitlines()]
+    numbers = (store.index("train")[:, 2] - 1).tolist()  # lines of the documents
+    packed, found = samples.packed.packed, []
+    for sample in range(len(samples)):
+        documents = packed.document_order[slice(*packed.offsets[sample : sample + 2])].tolist()
+        for place, document in enumerate(documents):
+            found.append(document)
+            row, other = rows[numbers[document]], rows[numbers[document - 1]]
+            assert batch.labels_BP[sample, place] == row["label"]
+            for each, answer in ((batch, row), (swapped, other)):
+                line = {"prompt": row["prompt"], "response": answer["completion"]}
+                [example] = parse_line(json.dumps(line).encode(), RowFormat())
+                [result] = writer.encode(writer.render(example))
+                size = 64 - int((each.documents_BT[sample] < place).sum())  # type: ignore[operator]
+                mask = each.documents_BT[sample] == place  # type: ignore[index]
+                assert each.tokens_BT[sample, mask].tolist() == result.tokens[:-1].tolist()[:size]
+                targets = np.where(result.loss_mask, result.tokens, IGNORE_INDEX)[1:]
+                assert each.targets_BT[sample, mask].tolist() == targets.tolist()[:size]
+    assert sorted(found) == list(range(len(numbers)))
+    assert samples.width > 1
+    skip = chosen.model_copy(update={"overlong": "skip"})
+    assert 0 < pack_split(store, "train", 40, skip, 0).num_skipped < len(numbers)
+    [error] = check_conversations(store, 64, chosen.model_copy(update={"overlong": "truncate"}))
+    assert error.key == "data.overlong"
+
+
+def test_packing_two_answers_of_a_line_get_those_of_the_line_before(data_dir: Path) -> None:
+    """They have the same prompt, so the answer of one is no other answer of the other."""
+    text, _ = open_prepared(data_dir, "pairs.jsonl", format="unpaired")
+    store = text.sources[0].store
+    partners, count = swap_answers(store, "train").partners, store.manifest.train.documents
+    assert partners.tolist() == [(n - 2) % count for n in range(count)]
+    assert store.labels("train").tolist() == [1, 0] * (count // 2)
+
+
 def test_packing_without_a_pair_that_fits_has_no_sequence(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     [pairs] = build_mixture(text, "validation", 4, chosen, 0).sources
@@ -253,7 +314,7 @@ def test_packing_each_pair_carries_its_references(data_dir: Path) -> None:
     text, chosen = open_prepared(data_dir, "pairs.jsonl", format="preferences")
     [pairs] = build_mixture(text, "train", 128, chosen, 0).sources
     assert isinstance(pairs, Pairs)
-    known = torch.arange(1, 1 + 2.0 * pairs.num_pairs).view(-1, 2)
+    known = torch.arange(1, 1 + 2.0 * pairs.num_groups).view(-1, 2)
     order, offsets = pairs.packed.packed.document_order, pairs.packed.packed.offsets
     loader = Loader(
         Mixture([replace(pairs, references=known)]),

@@ -2157,7 +2157,7 @@ FAULTS: list[Fault] = [
         "wrong divisor",
         "pairs count as tokens",
         "train/loss.py",
-        "return find_pairs(batch).sum(1)",
+        "return find_groups(batch).sum(1)",
         "return count_targets(batch)",
         (*LOSS, "train/reference_logprobs.py"),
     ),

@@ -397,7 +397,7 @@ def check_packing() -> None:
         text = Dataset(Path(directory), (Source("one", 1.0, store),))
         [samples] = build_mixture(text, "train", 16, section, 0).sources
         assert isinstance(samples, Pairs)
-        references = torch.randn(samples.num_pairs, 2)
+        references = torch.randn(samples.num_groups, 2)
         samples = replace(samples, references=references)
         chosen = random.permutation(len(samples))
         result = samples.get_batch(chosen).references_BP2

@@ -191,6 +191,7 @@ TRAINING_FAILS = [
         "dp_shard2 ep=2 debug.autograd_anomaly=true",
     ),
     Refused("train.objective", "needs preference", TEXT, "train.objective=dpo"),
+    Refused("train.objective", "needs answers with a label", TEXT, "train.objective=kto"),
     Refused(
         "optim.qk_clip_threshold",
         "limits logits",
@@ -452,6 +453,13 @@ NOT_RUN = [
     ),
     # weft.plan.rules: meaning of keys
     NotRun("train.objective", "would also train on rejected", "data.format=preferences", MEANING),
+    NotRun("train.objective", "would also train on bad", "data.format=unpaired", MEANING),
+    NotRun(
+        "train.objective",
+        "does not read the labels",
+        "data.format=unpaired train.objective=dpo",
+        MEANING,
+    ),
     NotRun(
         "model.mtp_layers",
         "predicts tokens",

@@ -606,6 +606,11 @@ PAIR_DATA = {"model_name_or_path": "a/b", "dataset_name": "a/c", "max_length": 5
                 "preference_beta": 2.5,
             },
         ),
+        ({"loss_type": "kto", "beta": 0.2}, {"objective": "kto", "preference_beta": 0.2}),
+        (
+            {"desirable_weight": 1.5, "undesirable_weight": 0.5},
+            {"objective": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5},
+        ),
         # The defaults of CPOConfig.
         (
             {"loss_type": "simpo", "simpo_gamma": 0.7},
@@ -619,22 +624,33 @@ def test_trl_objective_is_translated(
     found = translate(tmp_path, "a.json", json.dumps(PAIR_DATA | options))
     keys = {f"train.{name}": value for name, value in expected.items()}
     assert {key: found.recipe.get(key) for key in keys} == keys
-    assert keys_of(found, "data.format", "optim.lr") == ("preferences", 1e-6)
+    data = "unpaired" if expected["objective"] == "kto" else "preferences"
+    assert keys_of(found, "data.format", "optim.lr") == (data, 1e-6)
     assert found.unsupported == {}
     assert read_written(tmp_path, found)[2] == []
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("orpo", "orpo"), ("cpo", "simpo")])
-def test_trl_config_as_saved_is_translated(tmp_path: Path, kind: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "kind", "expected"),
+    [
+        ("trl.experimental.orpo", "ORPO", "orpo"),
+        ("trl.experimental.cpo", "CPO", "simpo"),
+        ("trl", "KTO", "kto"),
+        ("trl", "DPO", "dpo"),
+    ],
+)
+def test_trl_config_as_saved_is_translated(
+    tmp_path: Path, module: str, kind: str, expected: str
+) -> None:
     """The JSON has every field, so that ORPO differs from DPO."""
-    module = pytest.importorskip(f"trl.experimental.{kind}")
-    options = {"loss_type": "simpo"} if kind == "cpo" else {}
-    config = getattr(module, f"{kind.upper()}Config")(
+    options = {"loss_type": "simpo"} if kind == "CPO" else {}
+    config = getattr(pytest.importorskip(module), f"{kind}Config")(
         str(tmp_path), use_cpu=True, bf16=False, beta=0.4, max_steps=9, **options
     )
     found = translate(tmp_path, "a.json", config.to_json_string())
     names = ("train.objective", "train.preference_beta", "data.format")
-    assert keys_of(found, *names) == (expected, 0.4, "preferences")
+    data = "unpaired" if kind == "KTO" else "preferences"
+    assert keys_of(found, *names) == (expected, 0.4, data)
     assert found.unsupported == {}
 
 
@@ -663,6 +679,10 @@ def test_trl_beta_alone_notes_that_orpo_has_it_too(tmp_path: Path) -> None:
             },
         ),
         (
+            {"rl": "kto", "rl_beta": 0.3, "kto_undesirable_weight": 0.2},
+            {"objective": "kto", "preference_beta": 0.3, "undesirable_weight": 0.2},
+        ),
+        (
             {"rl": "simpo", "cpo_alpha": 0.0},
             {"preference_beta": 0.1, "sft_weight": 0.0},
         ),
@@ -677,17 +697,22 @@ def test_axolotl_objective_is_translated(
     )
     keys = {f"train.{name}": value for name, value in expected.items()}
     assert {key: found.recipe.get(key) for key in keys} == keys
-    assert found.recipe["data.format"] == "preferences"
+    data = "unpaired" if options["rl"] == "kto" else "preferences"
+    assert found.recipe["data.format"] == data
     assert found.unsupported == {}
     assert read_written(tmp_path, found)[2] == []
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_generations": 4}, {"desirable_weight": 4}, {"cpo_alpha": 4, "loss_type": "sigmoid"}],
+    [
+        {"num_generations": 4},
+        {"desirable_weight": 4, "loss_type": "apo_zero_unpaired"},
+        {"cpo_alpha": 4, "loss_type": "sigmoid"},
+    ],
 )
 def test_trl_trainer_with_another_loss_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    """GRPO, KTO and CPO have beta, too, and are no DPO."""
+    """GRPO and CPO have beta, too, and are no DPO."""
     with pytest.raises(InvalidConfig, match=[*options][-1]):
         translate(tmp_path, "a.json", json.dumps(SFT | {"beta": 0.1} | options))
 
@@ -960,7 +985,7 @@ def test_axolotl_value_that_weft_cannot_take_is_listed(tmp_path: Path, line: str
     assert any(entry.startswith(name) for entry in found.unsupported)
 
 
-@pytest.mark.parametrize("line", ["rl: kto", "reward_model: true"])
+@pytest.mark.parametrize("line", ["rl: grpo", "reward_model: true"])
 def test_axolotl_with_another_loss_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidConfig, match="a loss that weft does not have"):
         translate(tmp_path, "a.yaml", SMALL_AXOLOTL + line)

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +41,7 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import (
     IGNORE_INDEX,
     Batch,
+    LabeledAnswers,
     Loader,
     Mixture,
     PackedDocuments,
@@ -104,8 +104,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for i in range(36)
     ]
     write_lines(directory / "preferences.jsonl", pairs)
+    answers = [
+        {
+            "prompt": pair["prompt"],
+            "completion": pair["rejected" if i % 3 == 0 else "chosen"],
+            "label": i % 3 > 0,
+        }
+        for i, pair in enumerate(pairs)
+    ]
+    # A preference is two answers.
+    write_lines(directory / "unpaired.jsonl", answers[:30] + pairs[30:])
     results = {}
-    for name in ("chat", "preferences"):
+    for name in ("chat", "preferences", "unpaired"):
         values = {"path": str(directory / f"{name}.jsonl"), "tokenizer": str(tokenizer)}
         section = DataSection.model_validate(values | {"format": name, "validation_fraction": 0.2})
         results[name] = str(prepare_data(section, directory / "cache").path)
@@ -122,13 +132,13 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     )
     results: dict[str, Any] = {}
     if built.train_step.objective.needs_references:
-        [pairs] = mixture.sources
-        assert isinstance(pairs, Pairs)
-        known = log_probs(built, pairs)
+        [groups] = mixture.sources
+        assert isinstance(groups, Pairs | LabeledAnswers)
+        known = log_probs(built, groups)
         results["references"] = known
         # Perturb the references, as if training had changed the model.
         moved = known + torch.randn(known.shape, generator=torch.Generator().manual_seed(1))
-        mixture = Mixture([replace(pairs, references=moved)])
+        mixture = Mixture([replace(groups, references=moved)])
     loader = Loader(
         mixture,
         seed=job.train.seed,
@@ -147,7 +157,8 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     params = dict(trainable_parameters(built.model_parts))
     grads = {name: full_tensor(param.grad).clone() for name, param in params.items()}
     if tamper == "plain":
-        results["plain"] = plain_loss(built.model_parts[0], batches, job.train)
+        plain = plain_kto if job.train.objective == "kto" else plain_loss
+        results["plain"] = plain(built.model_parts[0], batches, job.train)
     return results | {"loss": loss.item(), "grads": grads}
 
 
@@ -200,6 +211,49 @@ def plain_pair_loss(
         margin = beta * (means[0] - means[1]) - section.simpo_gamma
     right, wrong = torch.log(torch.sigmoid(margin)), torch.log(torch.sigmoid(-margin))
     return -(1 - smoothing) * right - smoothing * wrong
+
+
+def plain_kto(model: nn.Module, batches: list[Batch], section: TrainSection) -> dict[str, Any]:
+    """Compute KTO by its paper's formula, one answer at a time, without weft's engine."""
+    for param in model.parameters():
+        param.grad = None
+
+    def ratios(batch: Batch, column: int) -> list[Tensor]:
+        assert batch.documents_BT is not None
+        assert batch.references_BP2 is not None
+        results = []
+        for row, place in itertools.product(*map(range, batch.references_BP2.shape[:2])):
+            mask = batch.documents_BT[row] == place
+            tokens, targets = batch.tokens_BT[row, mask], batch.targets_BT[row, mask]
+            known = targets != IGNORE_INDEX
+            if not known.any():
+                continue
+            log_p = torch.log_softmax(model(tokens[None])[0].double(), dim=-1)
+            logprob = log_p[known].gather(1, targets[known][:, None]).sum()
+            results.append(logprob - batch.references_BP2[row, place, column].double())
+        return results
+
+    with torch.no_grad():
+        swapped = [r for batch in batches for r in ratios(batch.with_swapped_answers(), 1)]
+        divergence = torch.stack(swapped).mean().clamp(min=0)
+    losses = []
+    for batch in batches:
+        assert batch.labels_BP is not None
+        assert batch.references_BP2 is not None
+        labels = [
+            bool(batch.labels_BP[row, place])
+            for row, place in itertools.product(*map(range, batch.labels_BP.shape))
+            if (batch.targets_BT[row][batch.documents_BT[row] == place] != IGNORE_INDEX).any()  # type: ignore[index]
+        ]
+        for label, ratio in zip(labels, ratios(batch, 0), strict=True):
+            gain = ratio - divergence if label else divergence - ratio
+            weight = section.desirable_weight if label else section.undesirable_weight
+            losses.append(weight * (1 - torch.sigmoid(section.beta * gain)))
+    assert divergence > 0
+    loss = torch.stack(losses).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = {name: full_tensor(p.grad).clone() for name, p in trainable_parameters([model])}
+    return {"loss": loss.item(), "grads": grads}
 
 
 def expect_same(result: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
@@ -310,11 +364,16 @@ OBJECTIVES: dict[str, Overrides] = {
     "ipo": [("train.preference_beta", "0.3"), ("train.sft_weight", "0.2")],
     "orpo": [("train.preference_beta", "0.7")],
     "simpo": [("train.preference_label_smoothing", "0.1"), ("train.simpo_gamma", "0.8")],
+    "kto": [("train.desirable_weight", "0.8"), ("train.preference_beta", "0.5")],
 }
 
 
+def format_of(name: str) -> str:
+    return "unpaired" if name == "kto" else "preferences"
+
+
 def objective_keys(name: str) -> Overrides:
-    format_ = ("data.format", "preferences")
+    format_ = ("data.format", format_of(name))
     return [*MODEL, format_, ("train.objective", name), *OBJECTIVES[name]]
 
 
@@ -324,7 +383,7 @@ def one_process(texts: dict[str, str]) -> Callable[[str], dict[str, Any]]:
 
     @cache
     def train(name: str) -> dict[str, Any]:
-        [result] = run_ranks(gradients, 1, objective_keys(name), texts["preferences"], "plain")
+        [result] = run_ranks(gradients, 1, objective_keys(name), texts[format_of(name)], "plain")
         return dict(result)
 
     return train
@@ -344,6 +403,8 @@ def test_objective_gradients_equal_the_formula(
         ("ipo", "cp2 train.microbatch_size=3"),
         ("orpo", "pp2 train.microbatch_size=3"),
         ("simpo", "dp_shard2"),
+        ("kto", "pp2 train.microbatch_size=3"),
+        ("kto", "dp_replicate2 train.microbatch_size=3"),
         *(
             pytest.param(name, layout, marks=pytest.mark.slow)
             for name in OBJECTIVES
@@ -361,8 +422,11 @@ def test_objective_layouts_gradients_equal_one_process(
     ranks, overrides = parse(layout)
     keys = objective_keys(name) + overrides
     expected = one_process(name)
-    for rank in merged(run_ranks(gradients, ranks, keys, texts["preferences"], timeout=180)):
+    for rank in merged(run_ranks(gradients, ranks, keys, texts[format_of(name)], timeout=180)):
         expect_same(rank, expected)
+        if "references" in expected:
+            known = expected["references"]
+            torch.testing.assert_close(rank["references"], known, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(rank["metrics"], expected["metrics"], strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
 
@@ -498,11 +562,38 @@ def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
         run_ranks(train_rank, 1, extra, text)
 
 
+def expect_bitwise_resume(
+    keys: Overrides, text: str, run_dir: Path, expected: list[dict[str, Any]]
+) -> None:
+    """Train with a fault in step 5, and resume from step 3."""
+    fault = ("resilience.faults", '[{site = "step", passing = 5, kind = "raise"}]')
+    keys = [*keys, fault, ("run.dir", str(run_dir))]
+    with pytest.raises(RankError, match="injected fault"):
+        run_ranks(train_rank, 1, keys, text)
+    run_ranks(train_rank, 1, keys, text)
+    assert read_rows(run_dir) == expected
+
+
+def test_kto_run_learns_labels_and_resumes_bitwise(texts: dict[str, str], tmp_path: Path) -> None:
+    text, one = texts["unpaired"], tmp_path / "one"
+    keys = [*objective_keys("kto"), *RUN]
+    run_ranks(train_rank, 1, [*keys, ("run.dir", str(one))], text)
+    result = read_rows(one)
+    first, last = result[0]["metrics"], result[-1]["metrics"]
+    for reward in ("reward_chosen", "reward_rejected", "kl"):  # of the initial model
+        assert first[reward] == pytest.approx(0, abs=1e-4)
+    assert last["reward_chosen"] > first["reward_chosen"]
+    assert last["reward_chosen"] > last["reward_rejected"]
+    assert result[-1]["eval_loss"] < result[2]["eval_loss"]
+    assert result[-1]["eval_metrics"]["kl"] >= 0
+    expect_bitwise_resume(keys, text, tmp_path / "two", result)
+
+
 @pytest.mark.parametrize("name", ["ipo", "orpo", "simpo"])
 def test_objective_run_learns_preferences_and_resumes_bitwise(
     name: str, texts: dict[str, str], tmp_path: Path
 ) -> None:
-    text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"
+    text, one = texts["preferences"], tmp_path / "one"
     keys = [*objective_keys(name), *RUN, ("train.sft_weight", "0.1")]
     run_ranks(train_rank, 1, [*keys, ("run.dir", str(one))], text)
     result = read_rows(one)
@@ -510,12 +601,7 @@ def test_objective_run_learns_preferences_and_resumes_bitwise(
     assert result[-1]["metrics"]["chosen_nll"] < result[0]["metrics"]["chosen_nll"]
     assert result[-1]["eval_loss"] < result[2]["eval_loss"]
     assert bool([*one.glob("references-*")]) == (name == "ipo")
-    fault = ("resilience.faults", '[{site = "step", passing = 5, kind = "raise"}]')
-    for attempt in range(2):
-        context = pytest.raises(RankError, match="injected fault") if not attempt else nullcontext()
-        with context:
-            run_ranks(train_rank, 1, [*keys, fault, ("run.dir", str(two))], text)
-    assert read_rows(two) == result
+    expect_bitwise_resume(keys, text, tmp_path / "two", result)
 
 
 def test_objective_of_a_mixture_has_the_loss_of_each_source(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.chat import CHATML, write_tokenizer
 from weft.config.schema import TrainSection
-from weft.data.loader import IGNORE_INDEX, Batch
+from weft.data.loader import IGNORE_INDEX, Batch, LabeledAnswers, PackedDocuments
+from weft.data.packing import PackedSequences, SwappedAnswers
+from weft.data.token_store import TokenStream
 from weft.train.loss import answer_logprobs, build_objective, cross_entropy
 
 VOCAB_SIZE = 320  # above the token with which TRL pads
@@ -291,3 +294,89 @@ def test_orpo_of_a_certain_answer_is_finite() -> None:
     assert losses.loss_B.isfinite().all()
     assert losses_BT.grad is not None
     assert losses_BT.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"objective": "kto"},
+        {
+            "objective": "kto",
+            "preference_beta": 0.5,
+            "desirable_weight": 0.7,
+            "undesirable_weight": 1.6,
+        },
+    ],
+)
+@pytest.mark.parametrize("seed", [1, 2])  # the divergence is positive, or clamped
+def test_kto_equals_trl(keys: dict[str, Any], seed: int, tokenizer: Any) -> None:
+    from trl import KTOConfig, KTOTrainer
+
+    model, reference = build_model(0), build_model(seed)
+    section = TrainSection(**keys)
+    rows = [{"prompt": "it is", "completion": " so", "label": label} for label in (True, False)]
+    trainer = open_trainer(
+        KTOTrainer,
+        KTOConfig,
+        rows,
+        tokenizer=tokenizer,
+        model=model,
+        ref_model=reference,
+        beta=section.beta,
+        desirable_weight=section.desirable_weight,
+        undesirable_weight=section.undesirable_weight,
+    )
+    answers = [(pair.prompt, pair.chosen) for pair in PAIRS]
+    labels = [True, False, True]
+    inputs = trainer.data_collator(
+        [
+            {
+                "prompt_ids": prompt,
+                "completion_ids": answer,
+                "KL_completion_ids": answers[index - 1][1],
+                "label": label,
+            }
+            for index, ((prompt, answer), label) in enumerate(zip(answers, labels, strict=True))
+        ]
+    )
+    theirs = trainer.compute_loss(model, inputs)
+    batch = pack_answers(answers, labels)
+    objective = build_objective("kto", section)
+    with torch.no_grad():
+        for column, each in enumerate((batch, batch.with_swapped_answers())):
+            known = answer_logprobs(compute_token_losses(reference, each), each)[..., 0]
+            assert batch.references_BP2 is not None
+            batch.references_BP2[..., column] = known
+        swapped = batch.with_swapped_answers()
+        assert objective.baseline is not None
+        sums = objective.baseline(compute_token_losses(model, swapped), swapped).sum(0)
+    batch = batch._replace(baseline_B=(sums[0] / sums[1]).expand(len(batch.tokens_BT)))
+    ours = compute_loss(section, model, batch)
+    expect_equal(ours.loss, theirs, model)
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    for name, other in (
+        ("reward_chosen", "rewards/chosen"),
+        ("reward_rejected", "rewards/rejected"),
+        ("kl", "kl"),
+    ):
+        assert ours.metrics[name] == pytest.approx(logged[other], rel=1e-5, abs=1e-6)
+
+
+def pack_answers(answers: list[tuple[list[int], list[int]]], labels: list[bool]) -> Batch:
+    """Return weft's batch of labeled answers, two per sequence, from a stream of tokens."""
+    tokens = [[*prompt, *answer] for prompt, answer in answers]
+    sizes = np.array([len(each) for each in tokens])
+    prompts = np.array([len(prompt) for prompt, _ in answers])
+    mask = [[0] * len(prompt) + [1] * len(answer) for prompt, answer in answers]
+    starts, count = np.cumsum(sizes) - sizes, len(answers)
+    offsets = np.minimum(2 * np.arange(-(-count // 2) + 1), count)
+    packed = PackedDocuments(
+        TokenStream([np.concatenate(tokens)]),
+        TokenStream([np.concatenate(mask)]),
+        PackedSequences(starts, sizes - 1, np.arange(count), offsets),
+        seq_len=40,
+        separator=0,
+    )
+    swapped = SwappedAnswers((np.arange(count) - 1) % count, prompts)
+    samples = LabeledAnswers(packed, np.array(labels, np.uint8), swapped, width=2)
+    return samples.get_batch(np.arange(len(offsets) - 1))

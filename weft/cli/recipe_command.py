@@ -17,8 +17,8 @@ Translate a configuration of TorchTitan, Megatron-LM, axolotl, LLaMA-Factory or 
 
 FILE is a TOML of TorchTitan (2024 to 0.2.2; later ones are Python programs); a shell script, an
 arguments file or a test's model_config.yaml of Megatron-LM; a YAML of axolotl; a YAML of
-LLaMA-Factory, with its dataset_info.json; TrainingArguments, SFTConfig, DPOConfig, ORPOConfig or
-CPOConfig as YAML or JSON; or the config.json of a model.
+LLaMA-Factory, with its dataset_info.json; TrainingArguments, SFTConfig, DPOConfig, KTOConfig,
+ORPOConfig or CPOConfig as YAML or JSON; or the config.json of a model.
 
 The recipe's comments say where each key comes from, what was ignored and why, and what weft lacks
 with what to use instead.  The same list goes to stderr, without what was ignored.

@@ -193,11 +193,12 @@ class DataSection(Section):
         "field or column that holds the text of a document; a.b: the field b of the object or "
         "struct a",
     )
-    format: Literal["text", "chat", "preferences"] = key(
+    format: Literal["text", "chat", "preferences", "unpaired"] = key(
         "text",
         "content of data.path. text: documents; chat: JSONL lines with messages, or with prompt "
         "and response; preferences: JSONL lines with prompt, chosen and rejected, for "
-        "train.objective=dpo",
+        "train.objective=dpo; unpaired: JSONL lines with prompt, completion and label, for "
+        "train.objective=kto",
     )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
     add_tokens: tuple[Text, ...] = key(
@@ -310,6 +311,11 @@ class DataSection(Section):
         return self.format == "text"
 
     @property
+    def compares_answers(self) -> bool:
+        """Return True if the data are answers that an objective compares as a whole."""
+        return self.format in ("preferences", "unpaired")
+
+    @property
     def has_preferences(self) -> bool:
         """Return True if the data are pairs of a chosen and a rejected answer."""
         return self.format == "preferences"
@@ -330,8 +336,11 @@ class DataSection(Section):
         return not self.is_text or self.packing != "windows"
 
 
+Above0 = Annotated[float, Field(gt=0)]
+
+
 PAIR_OBJECTIVES = ("dpo", "ipo", "orpo", "simpo")
-REFERENCE_OBJECTIVES = ("dpo", "ipo")  # they need log-probabilities of the initial model
+REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")  # they need log-probabilities of the initial model
 
 
 class TrainSection(Section):
@@ -360,12 +369,12 @@ class TrainSection(Section):
     objective: Text = key(
         "next_token",
         "loss function: next_token; dpo, ipo, orpo, simpo or reward (with data.format="
-        "preferences); or module:function",
+        "preferences); kto (with data.format=unpaired); or module:function",
     )
     preference_beta: Annotated[float, Field(gt=0)] | Auto = key(
         "auto",
-        "dpo, ipo: strength of the penalty for leaving the reference model; orpo: weight of the "
-        "odds ratio; simpo: scale of the reward; auto: 0.1, simpo 2",
+        "dpo, ipo, kto: strength of the penalty for leaving the reference model; orpo: weight of "
+        "the odds ratio; simpo: scale of the reward; auto: 0.1, simpo 2",
     )
     preference_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = key(
         0.0, "dpo, simpo: share of the pairs that count as labeled the wrong way round"
@@ -381,6 +390,8 @@ class TrainSection(Section):
     reward_center_coef: Annotated[float, Field(ge=0)] = key(
         0.0, "reward: coefficient of the square of the sum of a pair's scores; 0: no such term"
     )
+    desirable_weight: Above0 = key(1.0, "kto: factor of the losses of good answers")
+    undesirable_weight: Above0 = key(1.0, "kto: factor of the losses of bad answers")
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0,
         "next_token: part of the target's probability that is spread over the vocabulary, in "
@@ -459,9 +470,6 @@ class LoraSection(Section):
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-Above0 = Annotated[float, Field(gt=0)]
 
 
 class OptimGroup(Section):

@@ -8,7 +8,9 @@ A row is a JSON object of a line, or a row of a table.  It is one example, in on
 - ``instruction`` with ``output`` (and ``input``, ``history``), as in Alpaca data;
 - ``question`` with ``answer``;
 - a preference: ``prompt``, ``chosen`` and ``rejected``, or only two conversations with a common
-  beginning.
+  beginning;
+- a labeled answer: ``prompt``, ``completion`` and ``label``, true for a good one.  A conversation
+  with a label is one, too; its answer is the last turn.  A preference is two of them.
 
 ``data.fields`` maps these names to those of other rows, and ``data.roles`` maps roles.
 
@@ -87,12 +89,14 @@ class Example(NamedTuple):
     """Conversation; the loss covers assistant turns from message ``loss_start`` on.
 
     ``weights``: factors of the losses of the messages; those with 0 are only read.  Empty: 1.
+    ``label``: True or False for a labeled answer.
     """
 
     messages: list[Message]
     tools: list[Any] | None
     loss_start: int
     weights: tuple[float, ...] = ()
+    label: bool | None = None
 
     def weight_of(self, number: int) -> float:
         """Return the weight of a message."""
@@ -123,11 +127,13 @@ class RowFormat:
         preferences: rows are pairs of a chosen and a rejected answer.
         fields: ``data.fields``: names of a row by the names of `FIELDS` and `MESSAGE_FIELDS`.
         roles: ``data.roles``: roles of weft by those of the rows.
+        unpaired: rows are answers with a label, or preferences, which are two of them.
     """
 
     preferences: bool = False
     fields: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
+    unpaired: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -213,31 +219,39 @@ def read_row(line: bytes, form: RowFormat) -> Row:
 
 def parse_row(row: Row) -> list[Example]:
     """Return the examples of a row; see `parse_line`."""
-    if not row.form.preferences:
+    if not (row.form.preferences or row.form.unpaired):
         if row.find("chosen") is not None and row.find("messages") is None:
             raise InvalidConversation("is a preference; use data.format=preferences")
         if row.get("label") is False:
             rule = "has label false: its answer is a bad one, and would be trained as a good one"
-            raise InvalidConversation(f"{rule}. Remove such rows")
+            remedy = "Remove such rows, or use data.format=unpaired and train.objective=kto"
+            raise InvalidConversation(f"{rule}. {remedy}")
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _decode_json(tools, list)
     if tools is not None and not isinstance(tools, list):
         raise InvalidConversation("tools is not a list")
     row_weight = _get_weight(row.get("weight"), row.get("train"), "the row")
-    parsed = _parse_preference(row) if row.form.preferences else [_parse_conversation(row)]
+    parsed: list[tuple[list[Any], int, bool | None]]
+    if row.form.unpaired:
+        parsed = _parse_unpaired(row)
+    elif row.form.preferences:
+        parsed = [(*each, None) for each in _parse_preference(row)]
+    else:
+        parsed = [(*_parse_conversation(row), None)]
     examples = []
-    for messages, loss_start in parsed:
+    for messages, loss_start, label in parsed:
         validated, weights = _validate_messages(messages, row)
         products = tuple(row_weight * weight for weight in weights)
         is_weighted = any(weight != 1 for weight in products)
-        example = Example(validated, tools, loss_start, products if is_weighted else ())
+        example = Example(validated, tools, loss_start, products if is_weighted else (), label)
         if not any(message["role"] == "assistant" for message in validated[loss_start:]):
             raise InvalidConversation("has no assistant turn to train on")
         examples.append(example)
     if not all(example.trained_turns for example in examples):
         return []
-    if row.form.preferences and any(example.has_fractions for example in examples):
+    is_compared = row.form.preferences or row.form.unpaired
+    if is_compared and any(example.has_fractions for example in examples):
         rule = "has a weight between 0 and 1; a preference compares answers as a whole"
         raise InvalidConversation(f"{rule}, so its weights are 0 or 1")
     return examples
@@ -357,6 +371,26 @@ def _parse_preference(row: Row) -> list[tuple[list[Any], int]]:
         system = [{"role": "system", "content": row.get_text("system")}]
         chosen, rejected, loss_start = system + chosen, system + rejected, loss_start + 1
     return [(chosen, loss_start), (rejected, loss_start)]
+
+
+def _parse_unpaired(row: Row) -> list[tuple[list[Any], int, bool | None]]:
+    """Return messages, first message of the answer, and label of each answer."""
+    if row.find("chosen") is not None and row.find("rejected") is not None:
+        chosen, rejected = _parse_preference(row)
+        return [(*chosen, True), (*rejected, False)]
+    label = row.get("label")
+    if isinstance(label, str):  # of CSV
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.lower(), label)
+    if label is None:
+        rule = "has neither a label (true or false) nor chosen and rejected"
+        raise InvalidConversation(rule + _describe_keys(row.record, "label"))
+    if label not in (0, 1):
+        raise InvalidConversation(f"has the label {label!r}, which is neither true nor false")
+    messages, loss_start = _parse_conversation(row)
+    if not loss_start:  # the answer is the last turn
+        roles = _roles(messages, row.form)
+        loss_start = max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
+    return [(messages, loss_start, bool(label))]
 
 
 def _check_repeated(prompt: str, row: Row) -> None:

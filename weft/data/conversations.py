@@ -106,13 +106,13 @@ class ConversationCorpus(Corpus):
         invalid_lines = _InvalidLines(self.section.path, *["not renderable as tokens"] * 2)
         with ExitStack() as stack:
             train, validation = (
-                _SplitFiles(directory, name, encoder.dtype, self.has_weights, stack)
+                _SplitFiles(directory, name, encoder.dtype, self.section, self.has_weights, stack)
                 for name in SPLITS
             )
-            for line, rendered, encoded in self._encode_lines(invalid_lines, audit, report):
+            for line, rendered, encoded, label in self._encode_lines(invalid_lines, audit, report):
                 is_validation = line.hash <= self.validation_threshold
                 split = validation if is_validation else train
-                split.append(line, rendered.text, encoded)
+                split.append(line, rendered.text, encoded, label)
                 if not is_validation:
                     trained = encoded.tokens[1:][encoded.loss_mask[1:]]
                     frequency += np.bincount(trained, minlength=len(frequency))
@@ -135,8 +135,8 @@ class ConversationCorpus(Corpus):
 
     def _encode_lines(
         self, invalid_lines: _InvalidLines, audit: RowAudit, report: Report
-    ) -> Iterator[tuple[_RenderedLine, Rendered, EncodedConversation]]:
-        """Yield each example with its line and text; omit lines that are invalid."""
+    ) -> Iterator[tuple[_RenderedLine, Rendered, EncodedConversation, bool | None]]:
+        """Yield each example with its line, text and label; omit lines that are invalid."""
         lines = self._render_lines(invalid_lines, audit)
         count = 0
         while batch := list(islice(lines, BATCH_LINES)):
@@ -154,9 +154,11 @@ class ConversationCorpus(Corpus):
                 if reason:
                     invalid_lines.add(where, reason)
                     continue
-                for rendered, each in zip(line.rendered, conversations, strict=True):
+                for rendered, each, label in zip(
+                    line.rendered, conversations, line.labels, strict=True
+                ):
                     audit.add(rendered, each, where)
-                    yield line, rendered, each
+                    yield line, rendered, each, label
             batch.clear()  # before the next one is read
 
     def _locate(self, line: _RenderedLine) -> str:
@@ -177,7 +179,7 @@ class ConversationCorpus(Corpus):
                 digest = next(hashes, -1)
                 if isinstance(data, InvalidRecord) or digest != xxh3_64_intdigest(data.strip()):
                     raise changed_error(fragment.file)
-                line = _RenderedLine(index, number, digest, [])
+                line = _RenderedLine(index, number, digest, [], [])
                 where = self._locate(line)
                 try:
                     row = read_row(data, form)
@@ -185,10 +187,13 @@ class ConversationCorpus(Corpus):
                     audit.add_row(row, examples, where)
                     for example in examples:
                         audit.check(example, where)
-                        line.rendered.extend(self._render(example))
+                        rendered = self._render(example)
+                        line.rendered.extend(rendered)
+                        line.labels.extend([example.label] * len(rendered))
                 except InvalidConversation as error:
                     invalid_lines.add(where, str(error))
                     line.rendered.clear()
+                    line.labels.clear()
                 yield line
         if next(hashes, -1) >= 0:
             raise changed_error(self.fragments[-1].file)
@@ -200,7 +205,7 @@ class ConversationCorpus(Corpus):
             InvalidConversation: the template refuses it, or it would separate a preference.
         """
         rendered = self.chat.render(example)
-        if len(rendered) > 1 and self.section.has_preferences:
+        if len(rendered) > 1 and self.section.compares_answers:
             rule = "has an answer of several turns, which the chat template renders one by one"
             raise InvalidConversation(f"{rule}; data.train_turns=last compares the last one")
         return rendered
@@ -212,7 +217,8 @@ def _has_equal(conversations: list[EncodedConversation]) -> bool:
 
 def row_format(section: DataSection) -> RowFormat:
     """Return how to read the rows of a source."""
-    return RowFormat(section.has_preferences, section.fields, section.roles)
+    is_unpaired = section.format == "unpaired"
+    return RowFormat(section.has_preferences, section.fields, section.roles, is_unpaired)
 
 
 class _RenderedLine(NamedTuple):
@@ -220,6 +226,7 @@ class _RenderedLine(NamedTuple):
     number: int
     hash: int
     rendered: list[Rendered]
+    labels: list[bool | None]
 
 
 def read_conversation_corpus(
@@ -233,7 +240,8 @@ def read_conversation_corpus(
     fragments = list_fragments(section.path, source, UNSPLIT_BYTES, None)
     total_bytes = sum(fragment.size_bytes for fragment in fragments)
     advance = progress_counter(report, "reading the conversations", total_bytes)
-    noun = "preference" if section.has_preferences else "conversation"
+    nouns = {"preferences": "preference", "unpaired": "labeled answer"}
+    noun = nouns.get(section.format, "conversation")
     invalid_lines = _InvalidLines(section.path, f"not a {noun}", f"not {noun}s")
     hashes, has_weights = array("Q"), False
     form = row_format(section)
@@ -343,7 +351,13 @@ class _SplitFiles:
     """Files of a split while they are written."""
 
     def __init__(
-        self, directory: Path, name: SplitName, dtype: str, has_weights: bool, stack: ExitStack
+        self,
+        directory: Path,
+        name: SplitName,
+        dtype: str,
+        section: DataSection,
+        has_weights: bool,
+        stack: ExitStack,
     ) -> None:
         self.tokens = _ColumnFile(directory / f"{name}-00000.bin", dtype)
         self.loss_mask = _ColumnFile(directory / f"{name}-00000.learned", "uint8")
@@ -351,15 +365,25 @@ class _SplitFiles:
         self.weights = (
             _ColumnFile(directory / f"{name}-00000.weights", "float32") if has_weights else None
         )
+        self.labels = (
+            _ColumnFile(directory / f"{name}-00000.labels", "uint8")
+            if section.format == "unpaired"
+            else None
+        )
         self.bytes = 0
-        for column in filter(None, (self.tokens, self.loss_mask, self.index, self.weights)):
+        columns = (self.tokens, self.loss_mask, self.index, self.weights, self.labels)
+        for column in filter(None, columns):
             stack.callback(column.close)
 
-    def append(self, line: _RenderedLine, text: str, encoded: EncodedConversation) -> None:
+    def append(
+        self, line: _RenderedLine, text: str, encoded: EncodedConversation, label: bool | None
+    ) -> None:
         self.tokens.append(encoded.tokens)
         self.loss_mask.append(encoded.loss_mask)
         if self.weights is not None:
             self.weights.append(encoded.weights)
+        if self.labels is not None:
+            self.labels.append(np.array([bool(label)]))
         self.index.append(np.array([self.tokens.size, line.fragment_index, line.number]))
         self.bytes += len(text.encode("utf-8", "replace"))
 
@@ -367,7 +391,8 @@ class _SplitFiles:
         documents = self.index.size // 3
         shards = [self.tokens.finish()]
         weights = None if self.weights is None else self.weights.finish()
-        columns = (self.loss_mask.finish(), self.index.finish(), weights)
+        labels = None if self.labels is None else self.labels.finish()
+        columns = (self.loss_mask.finish(), self.index.finish(), weights, labels)
         return Split(documents, self.bytes, self.tokens.size, shards, *columns)
 
 
@@ -391,10 +416,10 @@ def check_conversations(
     if section.is_text:
         rule = f"does not match the store {store.path}, which holds {kind}"
         return [ConfigError("data.format", "text", rule, f"use {kind}")]
-    if kind == "preferences" and section.overlong == "truncate":
+    if kind in ("preferences", "unpaired") and section.overlong == "truncate":
         rule = "is not supported for preferences: a truncated answer cannot be compared"
         return [ConfigError("data.overlong", "truncate", rule, "use error or skip")]
-    noun = "pairs" if kind == "preferences" else "conversations"
+    noun = {"preferences": "pairs", "unpaired": "answers"}.get(kind, "conversations")
     overlong = []
     for split in SPLITS:
         index = store.index(split)
@@ -410,7 +435,7 @@ def check_conversations(
         rule = f"is shorter than {len(overlong)} {noun}:\n  " + truncate_list(
             lines, "\n  ", len(overlong)
         )
-        truncate = "" if kind == "preferences" else " or truncate"
+        truncate = " or truncate" if kind == "chat" else ""
         remedy = f"use {longest}, or set data.overlong=skip{truncate}"
         return [ConfigError("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:

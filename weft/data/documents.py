@@ -341,8 +341,11 @@ def _field_remedy(lines: Sequence[str], records: Sequence[InvalidRecord]) -> str
     """Return the keys that read rows without the field of text."""
     formats = {found for line in lines for found in re.findall(r"use --data.format (\w+)", line)}
     if formats:
-        is_chat = formats != {"preferences"}
-        return f"use data.format={'chat' if is_chat else 'preferences and train.objective=dpo'}"
+        name = formats.pop() if len(formats) == 1 else "chat"
+        objective = {"preferences": "dpo", "unpaired": "kto"}.get(name)
+        return f"use data.format={name}" + (
+            f" and train.objective={objective}" if objective else ""
+        )
     names = set.intersection(*(set(record.text_fields) for record in records))
     if not names:
         return "set data.text_field to the field with the text"

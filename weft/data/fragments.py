@@ -151,6 +151,7 @@ def list_unread_columns(fragment: FileFragment, columns: Sequence[str]) -> list[
 # Fields of conversations and of preferences, and the ``data.format`` that reads them.
 CHAT_FIELDS = (
     ({"chosen", "rejected"}, "preferences"),
+    ({"prompt", "completion", "label"}, "unpaired"),
     ({"messages"}, "chat"),
     ({"conversations"}, "chat"),
     ({"prompt", "completion"}, "chat"),

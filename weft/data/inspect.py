@@ -249,6 +249,7 @@ def describe_packing(
         "text": f"{num_documents:,} chunks of {split.tokens:,} tokens",
         "chat": f"{_count_conversations(store, num_documents)} of {split.tokens:,} tokens",
         "preferences": f"{num_documents // 2:,} pairs of {split.tokens:,} tokens",
+        "unpaired": f"{num_documents:,} labeled answers of {split.tokens:,} tokens",
     }[store.manifest.kind]
     loss_mask = store.loss_mask("train")
     if loss_mask is not None and not scores:

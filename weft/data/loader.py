@@ -49,7 +49,7 @@ from torch.nn.functional import pad
 from weft.config.errors import WeftError
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
-from weft.data.packing import PackedSequences, pack_split
+from weft.data.packing import PackedSequences, SwappedAnswers, pack_split, swap_answers
 from weft.data.token_store import Ints, SplitName, Store, TokenStream
 
 LOOKUP_POSITIONS = 512  # positions per lookup
@@ -175,7 +175,9 @@ class Batch(NamedTuple):
     each sequence from 0, ``positions_BT`` counts from 0 inside each; a separator belongs to the
     document that it ends, or to the next one if documents begin with it.  Both are None with
     ``packing="windows"``.  ``sources_B``, the source of each sequence, is None without a mixture.
-    `Pairs` set ``references_BP2``, float32, and `with_later` sets ``later_BTK``.
+    `Pairs` and `LabeledAnswers` set ``references_BP2``, float32, and the latter ``labels_BP`` and
+    ``swapped_B4T``.  ``baseline_B``, float32, is that of the global batch, for each sequence: see
+    `weft.train.loss.Objective`.  `with_later` sets ``later_BTK``.
     ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.  ``weights_BT``, float32, are
     factors of the targets' losses; None: 1.  ``lengths_BT`` is the number of tokens of each token's
     document; None: not computed, or the sequence is one document.
@@ -191,10 +193,26 @@ class Batch(NamedTuple):
     later_BTK: torch.Tensor | None = None
     weights_BT: torch.Tensor | None = None
     lengths_BT: torch.Tensor | None = None
+    labels_BP: torch.Tensor | None = None
+    swapped_B4T: torch.Tensor | None = None
+    baseline_B: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return the batch with ``function`` applied to each tensor."""
         return Batch._make(tensor if tensor is None else function(tensor) for tensor in self)
+
+    def remove_targets(self, sequences: slice) -> None:
+        """Replace the targets of sequences by IGNORE_INDEX."""
+        self.targets_BT[sequences] = IGNORE_INDEX
+        if self.swapped_B4T is not None:
+            self.swapped_B4T[sequences, 1] = IGNORE_INDEX
+
+    def with_swapped_answers(self) -> Batch:
+        """Return the batch with answers to other prompts: see `LabeledAnswers`."""
+        assert self.swapped_B4T is not None
+        columns = (column.contiguous() for column in self.swapped_B4T.unbind(1))
+        names = ("tokens_BT", "targets_BT", "documents_BT", "positions_BT")
+        return self._replace(swapped_B4T=None, **dict(zip(names, columns, strict=True)))
 
     def with_later(self, count: int) -> Batch:
         """Return the batch with the tokens and targets 1 to ``count`` (K) positions later.
@@ -345,7 +363,7 @@ class Pairs:
         return len(self.packed)
 
     @property
-    def num_pairs(self) -> int:
+    def num_groups(self) -> int:
         """Pairs of the store, also those that are too long for a sequence."""
         return len(self.packed.packed.starts) // 2
 
@@ -361,6 +379,84 @@ class Pairs:
             pairs = torch.from_numpy(documents[::2] // 2)
             references_BP2[row, : len(pairs)] = self.references[pairs]
         return batch._replace(references_BP2=references_BP2)
+
+
+@dataclass(frozen=True)
+class LabeledAnswers:
+    """Answers with labels, several per sequence.
+
+    Document p of a sequence is its answer p.  ``labels_BP`` is 1 for good ones.  ``swapped_B4T`` is
+    a sequence with the same prompts and answers to other prompts: its tokens, targets, documents
+    and positions.  Longer ones are cut.
+
+    Args:
+        packed: the answers.
+        labels: 1 for each good answer of the store, else 0.
+        swapped: the other answers.
+        references: log-probabilities of each answer of the store and of the other answer under the
+            initial model, in nats, float32 (answers, 2); None: not computed yet.
+        width: the most answers of a sequence, of any source of a mixture.
+    """
+
+    packed: PackedDocuments
+    labels: NDArray[np.uint8]
+    swapped: SwappedAnswers
+    references: torch.Tensor | None = None
+    width: int = 1
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    @property
+    def num_groups(self) -> int:
+        """Answers of the store, also those that are too long for a sequence."""
+        return len(self.labels)
+
+    def get_batch(self, indices: Ints) -> Batch:
+        """Return sequences of answers; unknown reference log-probabilities are 0."""
+        batch, packed = self.packed.get_batch(indices), self.packed.packed
+        dtype = torch.float32 if self.references is None else self.references.dtype
+        references_BP2 = torch.zeros(len(indices), self.width, 2, dtype=dtype)
+        labels_BP = torch.zeros(len(indices), self.width, dtype=torch.int64)
+        swapped_B4T = torch.empty(len(indices), 4, self.packed.seq_len, dtype=torch.int64)
+        for row, sample in enumerate(indices.tolist()):
+            documents = packed.document_order[packed.offsets[sample] : packed.offsets[sample + 1]]
+            labels_BP[row, : len(documents)] = torch.from_numpy(self.labels[documents])
+            if self.references is not None:
+                known = self.references[torch.from_numpy(documents)]
+                references_BP2[row, : len(documents)] = known
+            swapped_B4T[row] = torch.from_numpy(self._swap(documents))
+        return batch._replace(
+            references_BP2=references_BP2, labels_BP=labels_BP, swapped_B4T=swapped_B4T
+        )
+
+    def _swap(self, documents: Ints) -> Ints:
+        """Return a sequence of these prompts with the other answers, int64 (4, T)."""
+        packed, seq_len = self.packed, self.packed.seq_len
+        assert packed.loss_mask is not None
+        starts, lengths = packed.packed.starts, packed.packed.lengths + 1
+        columns = np.zeros((4, seq_len), np.int64)
+        columns[0], columns[1] = packed.separator, IGNORE_INDEX
+        end = 0
+        for place, document in enumerate(documents.tolist()):
+            partner = int(self.swapped.partners[document])
+            num_prompt, begin = self.swapped.prompt_lengths[[document, partner]].tolist()
+            num_answer = int(lengths[partner]) - begin
+            [prompt] = packed.stream.read_windows(starts[[document]], num_prompt)
+            [answer] = packed.stream.read_windows(starts[[partner]] + begin, num_answer)
+            [mask] = packed.loss_mask.read_windows(starts[[partner]] + begin, num_answer)
+            window = np.concatenate((prompt, answer))[: seq_len + 1]
+            targets = np.where(mask == 0, IGNORE_INDEX, answer)
+            targets = np.concatenate((np.full(num_prompt, IGNORE_INDEX), targets))
+            span = slice(end, end + len(window) - 1)
+            columns[0, span], columns[1, span] = window[:-1], targets[1 : len(window)]
+            columns[2, span], columns[3, span] = place, np.arange(len(window) - 1)
+            end = span.stop
+        columns[2, end:], columns[3, end:] = len(documents), np.arange(seq_len - end)
+        return columns
+
+
+AnswerGroups = Pairs | LabeledAnswers  # what an objective with references compares
 
 
 @dataclass(frozen=True)
@@ -418,11 +514,14 @@ def build_mixture(
         _build_samples(source.store, name, seq_len, section, seed, scores)
         for source, name in dataset.parts(split)
     ]
-    pairs = [samples for samples in sources if isinstance(samples, Pairs)]
-    # A split may have no pair that fits.
-    widths = [int(np.diff(p.packed.packed.offsets).max(initial=0)) // 2 for p in pairs]
+    # A split may have no group that fits.
+    widths = [
+        int(np.diff(s.packed.packed.offsets).max(initial=0)) // (2 if isinstance(s, Pairs) else 1)
+        for s in sources
+        if isinstance(s, AnswerGroups)
+    ]
     width = max(widths, default=0)
-    sources = [replace(s, width=width) if isinstance(s, Pairs) else s for s in sources]
+    sources = [replace(s, width=width) if isinstance(s, AnswerGroups) else s for s in sources]
     parts = dataset.parts(split)
     has_weights = any(source.store.weights(name) is not None for source, name in parts)
     return Mixture(sources, [source.share for source, _ in parts], has_weights)
@@ -440,6 +539,8 @@ def _build_samples(
     sequences = pack_split(store, split, seq_len, section, seed, has_scores)
     loss_mask, weights = store.loss_mask(split), None if has_scores else store.weights(split)
     packed = PackedDocuments(stream, loss_mask, sequences, seq_len, separator, weights, has_scores)
+    if store.manifest.kind == "unpaired":
+        return LabeledAnswers(packed, store.labels(split), swap_answers(store, split))
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
 
 
@@ -510,7 +611,7 @@ class Loader:
         first = consumed + begin * self.dp_size + self.dp_rank * step
         batch = self.mixture.get_batch(*self._samples(first, num_sequences))
         if begin == end:
-            batch.targets_BT.fill_(IGNORE_INDEX)
+            batch.remove_targets(slice(None))
         if self.numbers_tokens:
             num_tokens, stride = batch.tokens_BT.shape[1], self.dp_size if self.is_strided else 1
             sequences_B = first + stride * torch.arange(num_sequences)
@@ -645,7 +746,7 @@ def evaluation_batches(
         padded = np.concatenate((part, np.repeat(selected[:, :1], missing, axis=1)), axis=1)
         batch = mixture.get_batch(*padded)
         if missing:
-            batch.targets_BT[-missing:] = IGNORE_INDEX
+            batch.remove_targets(slice(-missing, None))
         yield batch
 
 

@@ -93,6 +93,9 @@ def pack_split(
 ) -> PackedSequences:
     """Pack a split; pairs of preferences stay together, chosen answer first.
 
+    A labeled answer and the one that its prompt has in `SwappedAnswers` take the same place of two
+    sequences, so it has room for the longer one.
+
     ``scores``: the last token of a conversation is an input, too.
     ``data.overlong`` decides whether longer conversations are dropped or truncated, and those left
     without a trained token are dropped.  Longer documents of text are split into chunks.
@@ -107,12 +110,60 @@ def pack_split(
         order, offsets = pack_best_fit(lengths.reshape(-1, 2).sum(1)[pairs], seq_len, seed)
         documents = (2 * pairs[order][:, None] + np.arange(2)).ravel()
         return PackedSequences(starts, lengths, documents, 2 * offsets, num_skipped)
+    if store.manifest.kind == "unpaired":
+        swapped = swap_answers(store, split).lengths(lengths)
+        answers = np.flatnonzero(is_used)
+        needed = np.minimum(np.maximum(lengths, swapped), seq_len)[answers]
+        order, offsets = pack_best_fit(needed, seq_len, seed)
+        return PackedSequences(starts, lengths, answers[order], offsets, num_skipped)
     starts, lengths = starts[is_used], lengths[is_used]
     num_truncated = int((lengths > seq_len).sum())
     lengths = np.minimum(lengths, seq_len)
     return PackedSequences(
         starts, lengths, *pack_best_fit(lengths, seq_len, seed), num_skipped, num_truncated
     )
+
+
+@dataclass(frozen=True)
+class SwappedAnswers:
+    """Each prompt of a split with an answer to another prompt.
+
+    KTO estimates a divergence with them.
+
+    Attributes:
+        partners: the document whose answer each document's prompt gets, int64 (n,).
+        prompt_lengths: tokens before the answer of each document, int64 (n,).
+    """
+
+    partners: Ints
+    prompt_lengths: Ints
+
+    def lengths(self, lengths: Ints) -> Ints:
+        """Return the input tokens with the other answers, by those with their own."""
+        answers = lengths - self.prompt_lengths
+        swapped: Ints = self.prompt_lengths + answers[self.partners]
+        return swapped
+
+
+def swap_answers(store: Store, split: SplitName) -> SwappedAnswers:
+    """Give each prompt the answer of the line before it.
+
+    The first prompt has that of the last line.  Two answers of a line have the same prompt.  They
+    get the two of the line before.
+    """
+    index, loss_mask = store.index(split), store.loss_mask(split)
+    assert loss_mask is not None
+    ends = index[:, 0]
+    starts = np.concatenate(([0], ends))[:-1].astype(np.int64)
+    trained = loss_mask.find_token(1)
+    # The first token of a document is no target.
+    prompt_lengths = trained[np.searchsorted(trained, starts + 1)] - starts
+    is_first = np.append(True, (index[1:, 1:] != index[:-1, 1:]).any(1))[: len(index)]
+    firsts = np.flatnonzero(is_first)
+    line_of, sizes = np.cumsum(is_first) - 1, np.diff(firsts, append=len(index))
+    before = (line_of - 1) % len(firsts)
+    place = np.minimum(np.arange(len(index)) - firsts[line_of], sizes[before] - 1)
+    return SwappedAnswers(firsts[before] + place, prompt_lengths)
 
 
 def select_conversations(

@@ -363,7 +363,8 @@ def _open_given_store(
         rule += f"with tokens {start}" if start else "with their text"
         remedy = "use auto, or prepare the store again from its text"
         raise InvalidConfig([ConfigError("data.start_token", section.start_token, rule, remedy)])
-    if not section.is_text and section.has_preferences != (kind == "preferences"):
+    comparing = ("preferences", "unpaired")
+    if not section.is_text and kind != section.format and {kind, section.format} & {*comparing}:
         rule = f"is a store of {kind}, not of {section.format}"
         raise path_error(section.path, rule, f"set data.format={kind}")
     return store

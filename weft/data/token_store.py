@@ -16,6 +16,7 @@ A store of conversations (``weft.data.conversations``) has more files::
     train-00000.documents   per conversation: the end of its tokens, the number of its file, and
                             its line in that file; int64 (n, 3)
     train-00000.weights     factor of each token's loss; float32; only if one is not 0 or 1
+    train-00000.labels      1 for each good answer, else 0; uint8; only of unpaired answers
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ Ints = NDArray[np.int64]
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
-Kind = Literal["text", "chat", "preferences"]  # preferences: chosen, rejected, chosen, ...
+# preferences: chosen, rejected, chosen, ...; unpaired: answers, each with a label.
+Kind = Literal["text", "chat", "preferences", "unpaired"]
 
 
 class TokenStream:
@@ -119,7 +121,7 @@ class Split:
 
     ``bytes`` counts its text (0: unknown); ``tokens`` includes the separators.  A split of
     conversations also has a loss mask (``learned``) and an ``index`` of conversations, and
-    ``weights`` of tokens, if one of them is not 0 or 1.
+    ``weights`` of tokens, if one of them is not 0 or 1.  Unpaired answers have ``labels``.
     """
 
     documents: int
@@ -129,11 +131,13 @@ class Split:
     learned: Shard | None = None
     index: Shard | None = None
     weights: Shard | None = None
+    labels: Shard | None = None
 
     @property
     def files(self) -> list[Shard]:
-        """All files of the split: tokens, loss mask, index, and weights."""
-        return [*self.shards, *filter(None, (self.learned, self.index, self.weights))]
+        """All files of the split: tokens, loss mask, index, weights, and labels."""
+        columns = (self.learned, self.index, self.weights, self.labels)
+        return [*self.shards, *filter(None, columns)]
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,12 @@ class Store:
         if split.weights is None:
             return None
         return np.asarray(map_shard(self.path, "float32", split.weights))
+
+    def labels(self, name: SplitName) -> NDArray[np.uint8]:
+        """Return 1 for each good answer of a split, else 0: uint8 (documents,)."""
+        split: Split = getattr(self.manifest, name)
+        assert split.labels is not None, f"{self.path} holds no labels"
+        return np.asarray(map_shard(self.path, "uint8", split.labels))
 
     def index(self, name: SplitName) -> NDArray[np.int64]:
         """Return the token end, file number and line of each conversation: int64 (n, 3)."""
@@ -328,6 +338,10 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
             split.learned is None or split.weights.tokens != split.tokens
         ):
             yield f"{name}.weights has {split.weights.tokens} entries for {split.tokens} tokens"
+        if (split.labels is None) == (manifest.kind == "unpaired"):
+            yield f"{name} does not have the labels of a store of kind {manifest.kind}"
+        if split.labels is not None and split.labels.tokens != split.documents:
+            yield f"{name}.labels has {split.labels.tokens} entries for {split.documents} documents"
         if split.index is not None and split.index.tokens != 3 * split.documents:
             yield f"{name}.index has {split.index.tokens} numbers for {split.documents} documents"
         for shard in split.files:
@@ -335,6 +349,7 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
                 id(split.learned): "uint8",
                 id(split.index): "int64",
                 id(split.weights): "float32",
+                id(split.labels): "uint8",
             }
             dtype = dtypes.get(id(shard))
             width = np.dtype(dtype or manifest.dtype).itemsize

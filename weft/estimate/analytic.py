@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -42,6 +43,7 @@ from weft.estimate.cost import (
     Work,
     WorkList,
     attention_kernel,
+    forward_passes,
     step_seconds,
 )
 from weft.models.decoder_config import DecoderConfig
@@ -327,6 +329,7 @@ class DecoderFormulas:
         plan, counts = self.plan, self.layers_per_stage
         layer_passes = self.layer_passes()
         works = tuple(self._stage_work(stage, *layer_passes) for stage in range(len(counts)))
+        works = tuple(replace(w, forward=w.forward * forward_passes(plan)) for w in works)
         stages_by_rank = [stage_indices(order) for order in self.schedule.values()]
         local_params = self.layer_params * max(
             sum(counts[s] for s in stages) for stages in stages_by_rank

@@ -140,12 +140,18 @@ class StageWork:
     """Work of one stage for one microbatch.
 
     ``param_gather`` and ``grad_reduce`` happen once per step, hidden behind one microbatch.
+    ``forward`` has the passes of `forward_passes`.
     """
 
     forward: WorkList
     backward: WorkList
     param_gather: WorkList = ()  # gathers weights, behind the first forward
     grad_reduce: WorkList = ()  # reduces gradients, behind the last backward
+
+
+def forward_passes(plan: Plan) -> int:
+    """Return the forward passes of a microbatch: KTO also computes swapped answers."""
+    return 2 if plan.objective == "kto" else 1
 
 
 @dataclass(frozen=True)

@@ -231,8 +231,12 @@ def empty_batches(plan: Plan) -> list[Batch]:
             batch = batch._replace(token_ids_BT=tokens.clone())
         if job.train.neftune_alpha and job.data.keeps_documents:
             batch = batch._replace(lengths_BT=torch.ones_like(tokens))
-        if job.data.has_preferences:
+        if job.data.compares_answers:
             batch = batch._replace(references_BP2=torch.zeros(len(tokens), 1, 2))
+        if job.data.format == "unpaired":
+            # With a baseline: `forward_passes` counts the pass that computes it.
+            labels = torch.zeros(len(tokens), 1, dtype=torch.int64)
+            batch = batch._replace(labels_BP=labels, baseline_B=torch.zeros(len(tokens)))
         batches.append(batch)
         num_sequences -= plan.microbatch_size
     return batches

@@ -31,6 +31,7 @@ from weft.estimate.cost import (
     Work,
     WorkList,
     attention_kernel,
+    forward_passes,
 )
 from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpCall
@@ -68,7 +69,7 @@ class TracePricer:
     ) -> None:
         """Create a pricer; ``shared`` is that of another rank with the same `OpTrace`."""
         self.trace, self.kernel = trace, attention_kernel(plan, device)
-        self.is_compiled = plan.is_compiled
+        self.is_compiled, self.forward_passes = plan.is_compiled, forward_passes(plan)
         self.num_experts = getattr(plan.model, "num_experts", 0)
         self.overlaps: dict[str, Overlap] = {
             "dp_shard": "prefetch",
@@ -221,7 +222,7 @@ class TracePricer:
                     self.price_segment((stage, kind, max(counts[kind]))), works
                 )
         param_gather = _extra_collectives(self.price_segment((stage, "F", 0)), forward)
-        return StageWork(forward, backward, param_gather, grad_reduce)
+        return StageWork(forward * self.forward_passes, backward, param_gather, grad_reduce)
 
     def price_optimizer(self) -> Work:
         """Return the work of clipping and the optimizer, for all blocks."""

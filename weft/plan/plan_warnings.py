@@ -112,12 +112,12 @@ _VALIDATION = EffectRule(
 )
 
 
-def _of_objectives(*names: str) -> EffectRule:
+def _of_objectives(*names: str, format: str = "preferences") -> EffectRule:
     """Return the rule of a key that these values of ``train.objective`` read."""
     return EffectRule(
         lambda plan: plan.objective in names or _is_user_defined(plan.objective),
         f"the objective is not {' or '.join(names)} (train.objective)",
-        f"Set train.objective={names[0]} and data.format=preferences",
+        f"Set train.objective={names[0]} and data.format={format}",
     )
 
 
@@ -168,7 +168,9 @@ EFFECT_RULES: dict[str, EffectRule] = {
         lambda plan: plan.job.data.trains_tokenizer,
         "weft reads the tokenizer from a file (data.tokenizer) and does not train one",
     ),
-    "train.preference_beta": _of_objectives(*PAIR_OBJECTIVES),
+    "train.preference_beta": _of_objectives(*PAIR_OBJECTIVES, "kto"),
+    "train.desirable_weight": _of_objectives("kto", format="unpaired"),
+    "train.undesirable_weight": _of_objectives("kto", format="unpaired"),
     "train.preference_label_smoothing": _of_objectives("dpo", "simpo"),
     "train.sft_weight": _of_objectives("dpo", "ipo", "simpo"),
     "train.simpo_gamma": _of_objectives("simpo"),

@@ -234,10 +234,18 @@ def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:
 
 def _check_objective(errors: ConfigErrors, job: Job) -> None:
     key, objective = "train.objective", job.train.objective
-    has_preferences = job.data.has_preferences
-    if job.train.compares_pairs and not has_preferences:
+    has_preferences, is_unpaired = job.data.has_preferences, job.data.format == "unpaired"
+    if job.train.compares_pairs and not (has_preferences or is_unpaired):
         errors.add(key, "needs preference data", "use data.format=preferences", ("data.format",))
-    if objective == "next_token" and has_preferences:
+    if objective == "kto" and not is_unpaired:
+        rule = "needs answers with a label, or preferences, which are two of them"
+        errors.add(key, rule, "use data.format=unpaired", ("data.format",))
+    if is_unpaired and (objective == "next_token" or job.train.compares_pairs):
+        rule = "does not read the labels of answers (data.format=unpaired)"
+        if objective == "next_token":
+            rule = "would also train on bad answers (data.format=unpaired)"
+        errors.add(key, rule, "use kto, or another data.format", ("data.format",))
+    elif objective == "next_token" and has_preferences:
         rule = "would also train on rejected answers"
         remedy = f"use {', '.join(PAIR_OBJECTIVES)}, reward, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))

@@ -59,14 +59,19 @@ LOSS_KEYS = (
     "train.reward_center_coef",
 )
 
+# Keys of objectives of preferences, beside train.preference_beta.
+PREFERENCE_KEYS = (
+    *("preference_label_smoothing", "sft_weight", "simpo_gamma", "desirable_weight"),
+    "undesirable_weight",
+)
+
 # Keys without effect on the time of a step: a difference in speed between runs that differ in
 # nothing else is noise.
 KEYS_WITHOUT_SPEED = frozenset(
     {
         *("train.seed", "train.steps", "train.epochs", "train.mtp_weight"),
-        *("train.preference_beta", "train.preference_label_smoothing", "train.sft_weight"),
-        *("train.simpo_gamma", "train.reward_center_coef"),
-        *("train.early_stopping", "train.early_stopping_delta"),
+        *("train.preference_beta", *(f"train.{name}" for name in PREFERENCE_KEYS)),
+        *("train.reward_center_coef", "train.early_stopping", "train.early_stopping_delta"),
         *("optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay"),
         *("optim.momentum", "optim.schedule", "optim.warmup_steps", "optim.decay_fraction"),
         *("optim.min_lr_ratio", "lora.alpha", "lora.lr_ratio", "lora.rank_stabilized"),
@@ -377,13 +382,8 @@ def _run_dir(directory: Path, variants: Sequence[Variant], trial: TrialResult) -
 def _loss_config(variant: Variant) -> list[Any]:
     flat, train = flatten(variant.job), variant.job.train
     values = [flat[key] for key in LOSS_KEYS]
-    if train.compares_pairs:
-        values += [
-            train.beta,
-            train.preference_label_smoothing,
-            train.sft_weight,
-            train.simpo_gamma,
-        ]
+    if train.compares_pairs or train.objective == "kto":
+        values += [train.beta, *(flat[f"train.{name}"] for name in PREFERENCE_KEYS)]
     return values
 
 

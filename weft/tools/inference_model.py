@@ -212,7 +212,7 @@ def plan_inference(
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         batch_size = detect_machine(job.run.model_copy(update=changes["run"])).world_size or size
         changes["train"] = {"global_batch_size": batch_size, "microbatch_size": 1}
-    elif not (job.data.has_preferences or checkpoint.has_score_head):
+    elif not (job.data.compares_answers or checkpoint.has_score_head):
         changes["train"] = {"objective": "next_token"}
     with errors.collect():
         if find_base_checkpoint(checkpoint) is None:  # no adapters

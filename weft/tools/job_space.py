@@ -178,6 +178,10 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
         for name in ("preference_beta", "preference_label_smoothing", "sft_weight")
     },
     "train.simpo_gamma": {"train.objective": "simpo"},
+    "train.desirable_weight": {"train.objective": "kto"},
+    "train.undesirable_weight": {"train.objective": "kto"},
+    "train.objective=kto": {"data.format": "unpaired"},
+    "data.format=unpaired": {"train.objective": "kto"},
     "train.reward_center_coef": {"train.objective": "reward"},
     **{
         f"train.objective={name}": {"data.format": "preferences"}

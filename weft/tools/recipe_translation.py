@@ -75,12 +75,17 @@ LISTS = (
     *("model.converters", "*.filter_fqns", "plugins", "*datasets", "report_to"),
     *("pretraining_dataset", "*target_modules", "tokens", "*special_tokens"),
 )
-# Names of TRL's trainers of pairs.
+KTO_NAMES = ("desirable_weight", "undesirable_weight")
+# Names of TRL's trainers of preferences.
 PREFERENCE_NAMES = (
     *("beta", "precompute_ref_log_probs", "ref_model_sync_steps", "rpo_alpha", "cpo_alpha"),
-    "simpo_gamma",
+    *("simpo_gamma", *KTO_NAMES),
 )
-OBJECTIVE_NAMES = ("next_token", *PAIR_OBJECTIVES)
+KTO_NOTE = (
+    "TRL estimates KTO's divergence on the rows of a device, weft on the global batch: a large "
+    "train.global_batch_size estimates it well."
+)
+OBJECTIVE_NAMES = ("next_token", *PAIR_OBJECTIVES, "kto")
 DEVICES_PER_NODE = 8
 DEVICE = "H100"
 SHELL_VARIABLE = "$"
@@ -1397,7 +1402,9 @@ def _from_huggingface(t: Translation) -> None:
     v = t.values
     if other := sorted(t.given & set(t.tables["other_trainers"])):
         rule = "is a name of a trainer whose loss weft does not have"
-        remedy = "files of SFT, DPO, ORPO and SimPO are translated; train.objective=module:function"
+        remedy = (
+            "files of SFT, DPO, ORPO, SimPO and KTO are translated; train.objective=module:function"
+        )
         raise InvalidConfig([ConfigError(other[0], v[other[0]], rule, remedy)])
     is_dpo = any(n in v for n in PREFERENCE_NAMES)
     is_sft = any(n in v for n in ("max_length", "packing", "assistant_only_loss"))
@@ -1496,13 +1503,24 @@ def _from_huggingface(t: Translation) -> None:
 
 
 def _trl_preferences(t: Translation) -> None:
-    """Set the objective of DPOTrainer, ORPOTrainer or CPOTrainer."""
+    """Set the objective of DPOTrainer, ORPOTrainer, CPOTrainer or KTOTrainer."""
     v = t.values
     t.set("data.format", "preferences", *PREFERENCE_NAMES)
     v.setdefault("beta", 0.1)
-    given = v.get("loss_type") or "sigmoid"
+    given = v.get("loss_type") or ("kto" if t.given & {*KTO_NAMES} else "sigmoid")
     losses = given if isinstance(given, list) else [given]
-    if "cpo_alpha" in v or "simpo_gamma" in v:
+    if losses == ["kto"]:
+        t.take("loss_type")
+        t.set("train.objective", "kto", "loss_type", *KTO_NAMES)
+        t.set("data.format", "unpaired", "loss_type", *KTO_NAMES)
+        t.notes.append(KTO_NOTE)
+    elif t.given & {*KTO_NAMES}:
+        rule, remedy = (
+            "is a loss of KTOTrainer that weft does not have",
+            "loss_type=kto is translated",
+        )
+        raise InvalidConfig([ConfigError("loss_type", given, rule, remedy)])
+    elif "cpo_alpha" in v or "simpo_gamma" in v:
         if losses != ["simpo"]:
             rule = "is a loss of CPO, which weft does not have"
             remedy = "loss_type=simpo is translated; train.objective=module:function"
@@ -1525,8 +1543,9 @@ def _trl_preferences(t: Translation) -> None:
             t.set("train.sft_weight", sft_weight, "loss_weights", "loss_type")
         if not t.given & {"loss_type", "loss_weights", "rpo_alpha", "precompute_ref_log_probs"}:
             t.notes.append(
-                "DPOConfig and ORPOConfig have the same names. The file is taken as DPO's: of a "
-                "script with ORPOTrainer set train.objective = orpo."
+                "DPOConfig, ORPOConfig and KTOConfig have the same names. The file is taken as "
+                "DPO's: of a script with ORPOTrainer set train.objective = orpo, with KTOTrainer "
+                "train.objective = kto and data.format = unpaired."
             )
     if smoothing := t.take("label_smoothing"):
         note = "conservative DPO; with sigmoid, new versions of TRL ignore it"
@@ -1535,8 +1554,10 @@ def _trl_preferences(t: Translation) -> None:
 
 def _axolotl_preferences(t: Translation, rl: str) -> None:
     """Set the objective of axolotl's ``rl``, whose defaults are TRL's."""
-    t.set("data.format", "preferences", "rl")
+    t.set("data.format", "unpaired" if rl == "kto" else "preferences", "rl")
     t.set("train.objective", rl, "rl")
+    if rl == "kto":
+        t.notes.append(KTO_NOTE)
     if rl == "orpo":
         t.values["rl_beta"] = t.take("orpo_alpha") or t.values.get("rl_beta") or 0.1
         t.notes.append("TRL's ORPO also trains the prompt of the chosen answer; weft its answer.")
@@ -1694,7 +1715,7 @@ def _find_dataset_dir(t: Translation, name: str) -> Path:
 def _from_axolotl(t: Translation) -> None:
     v = t.values
     for name in ("rl", "reward_model", "process_reward_model"):
-        if v.get(name) and v[name] not in PAIR_OBJECTIVES:
+        if v.get(name) and v[name] not in OBJECTIVE_NAMES[1:]:
             rule = "names a loss that weft does not have"
             remedy = f"train.objective is {', '.join(OBJECTIVE_NAMES)}, or module:function"
             raise InvalidConfig([ConfigError(name, v[name], rule, remedy)])
@@ -1859,7 +1880,7 @@ def _axolotl_data(t: Translation) -> None:
         t.set("data.text_field", next(filter(None, fields)), "datasets.field")
     if len(set(map(str, fields))) > 1:
         t.lack("datasets.field", ", ".join(map(str, fields)), "all sources have one text_field")
-    if rl in PAIR_OBJECTIVES:
+    if rl:
         _axolotl_preferences(t, rl)
     elif texts or kind.startswith(("completion", "pretrain")):
         t.set("data.format", "text", "datasets.type")

@@ -45,6 +45,7 @@ from weft.checkpoint.state_dict import persistent_buffers, trainable_parameters
 from weft.data.loader import (
     IGNORE_INDEX,
     Batch,
+    LabeledAnswers,
     Loader,
     Mixture,
     PackedDocuments,
@@ -53,7 +54,7 @@ from weft.data.loader import (
     TokenChunks,
     evaluation_batches,
 )
-from weft.data.packing import PackedSequences
+from weft.data.packing import PackedSequences, SwappedAnswers
 from weft.data.token_store import TokenStream
 from weft.models.moe import ExpertLinear
 from weft.monitor.layer_comparison import finite_or_inf, safe_ratio
@@ -536,6 +537,18 @@ def _random_samples(plan: Plan, stream_id: int, sequences: int) -> Mixture:
             stream, None, pairs, seq_len, SEPARATOR, scores=plan.has_score_head
         )
         return Mixture([Pairs(packed, torch.zeros(num_pairs, 2), width)])
+    if job.data.format == "unpaired":  # answers of equal length, each after one token of prompt
+        width = 2 if seq_len >= 4 else 1
+        num_answers, length = width * sequences, seq_len // width
+        starts, prompts = np.arange(num_answers) * length, np.ones(num_answers, np.int64)
+        lengths, offsets = np.full(num_answers, length), np.arange(sequences + 1) * width
+        answers = PackedSequences(starts, lengths, np.arange(num_answers), offsets)
+        mask = TokenStream([np.ones(size, np.uint8)])
+        packed = PackedDocuments(stream, mask, answers, seq_len, SEPARATOR)
+        labels = (np.arange(num_answers) % 3 > 0).astype(np.uint8)
+        swapped = SwappedAnswers(np.roll(np.arange(num_answers), 1), prompts)
+        references = torch.zeros(num_answers, 2)
+        return Mixture([LabeledAnswers(packed, labels, swapped, references, width)])
     packing: Packing = "documents" if job.data.keeps_documents else "windows"
     return Mixture([TokenChunks(stream, seq_len, packing, SEPARATOR)])
 

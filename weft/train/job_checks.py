@@ -373,9 +373,12 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
         value = format_value(takes_scores)
         rule = f"takes {'scores' if takes_scores else 'cross-entropies'}, not what the model has"
         errors.add(key, rule, f"use model.score_head={value}", ("model.score_head",))
-    if needs_references and not job.data.has_preferences:
+    if needs_references and not job.data.compares_answers:
         rule = "needs references, which only preference data have"
-        errors.add(key, rule, "use data.format=preferences", ("data.format",))
+        errors.add(key, rule, "use data.format=preferences or unpaired", ("data.format",))
+    if objective.baseline is not None and job.data.format != "unpaired":
+        rule = "needs a baseline of swapped answers, which only unpaired answers have"
+        errors.add(key, rule, "use data.format=unpaired", ("data.format",))
     if needs_references and job.resilience.has_replica_groups:
         rule = f"needs references, which replica groups ({on}) do not support"
         errors.add(key, rule, f"use {on}=none", (on,))

@@ -27,6 +27,12 @@ chosen answer, z the rejected one, |y| its number of trained tokens, and
 - *ORPO* (arXiv:2403.07691, equation 6): -beta log sigmoid(o(y) - o(z)), with the log odds
   o(y) = m(y) - log(1 - exp m(y)), plus the mean loss of a token of the chosen answers.
 
+*KTO* (arXiv:2402.01306, equation 8) has answers with a label instead of pairs.  The loss of a good
+one is 1 - sigmoid(beta (r(y) - z)), that of a bad one 1 - sigmoid(beta (z - r(y))).  z estimates
+the divergence from the initial model: the mean of r over the global batch, with each prompt's
+answer replaced by an answer to another prompt, and at least 0.  So `TrainStep` first computes these
+sequences, forward only.
+
 With label smoothing e, a share e of the pairs counts as labeled the wrong way round (conservative
 DPO): -(1 - e) log sigmoid(x) - e log sigmoid(-x).  ``train.sft_weight`` adds the mean loss of a
 token of the chosen answers.  Such a mean has its own count, so a loss has several terms.
@@ -46,7 +52,8 @@ A user's objective is a function that takes the section `train` and returns an `
 ``train.objective = "module:function"`` names it.
 
 Shapes in names: B sequences, T tokens of a sequence, N = B T, D model width, V vocabulary (or this
-rank's part of it), M metrics, K terms, P pairs of a sequence, A answers.
+rank's part of it), M metrics, K terms, P pairs or labeled answers of a
+sequence, A answers.
 """
 
 from __future__ import annotations
@@ -330,6 +337,9 @@ class Objective(NamedTuple):
         takes_scores: True if ``losses`` takes the outputs of a score head in place of the
             cross-entropies (``model.score_head``).  A conversation has one target, at its last
             token, where its score is.
+        baseline: takes the tokens' losses of the batch with swapped answers, and returns a sum and
+            its count for each sequence, (B, 2).  The losses find their mean over the global batch
+            in ``baseline_B``.  Only unpaired answers can be swapped.
     """
 
     counts: Callable[[Batch], Tensor]
@@ -339,6 +349,7 @@ class Objective(NamedTuple):
     needs_references: bool = False
     terms: int = 1
     takes_scores: bool = False
+    baseline: Callable[[Tensor, Batch], Tensor] | None = None
 
 
 def next_token(section: TrainSection) -> Objective:
@@ -435,7 +446,7 @@ def compare_pairs(
     beta, sft_weight = section.beta, section.sft_weight
 
     def counts(batch: Batch) -> Tensor:
-        pairs_B = count_pairs(batch)
+        pairs_B = count_groups(batch)
         if not sft_weight:
             return pairs_B
         return torch.stack((pairs_B, answer_lengths(batch)[..., 0].sum(1)), dim=1)
@@ -465,6 +476,37 @@ def compare_pairs(
     return Objective(counts, losses, names, needs_references=needs_references, terms=terms)
 
 
+def kto(section: TrainSection) -> Objective:
+    """Return Kahneman-Tversky optimization of answers with labels, a loss per answer."""
+    beta = section.beta
+
+    def ratios(losses_BT: Tensor, batch: Batch, column: int) -> Tensor:
+        assert batch.references_BP2 is not None
+        logprobs_BP = answer_logprobs(losses_BT, batch)[..., 0]
+        return (logprobs_BP - batch.references_BP2[..., column]) * find_groups(batch)
+
+    def baseline(losses_BT: Tensor, batch: Batch) -> Tensor:
+        return torch.stack((ratios(losses_BT, batch, 1).sum(1), count_groups(batch)), dim=1)
+
+    def losses(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
+        assert batch.labels_BP is not None
+        assert batch.baseline_B is not None
+        ratios_BP, is_answer_BP = ratios(losses_BT, batch, 0), find_groups(batch)
+        is_good_BP, is_bad_BP = batch.labels_BP * is_answer_BP, (1 - batch.labels_BP) * is_answer_BP
+        weights_BP = section.desirable_weight * is_good_BP + section.undesirable_weight * is_bad_BP
+        kl_B = batch.baseline_B.clamp(min=0)
+        gains_BP = (is_good_BP - is_bad_BP) * (ratios_BP - kl_B[:, None])
+        loss_B = (weights_BP * torch.sigmoid(-beta * gains_BP)).sum(1)
+        count_B = count_groups(batch)
+        rewards_BP = beta * ratios_BP.detach()
+        sums = ((rewards_BP * is_good_BP).sum(1), (rewards_BP * is_bad_BP).sum(1), kl_B * count_B)
+        counts = (is_good_BP.sum(1), is_bad_BP.sum(1), count_B)
+        return SequenceLosses(loss_B, torch.stack(sums, dim=1), torch.stack(counts, dim=1))
+
+    names = ("reward_chosen", "reward_rejected", "kl")
+    return Objective(count_groups, losses, names, needs_references=True, baseline=baseline)
+
+
 def smoothed_logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
     """Return -log sigmoid(margin), with a share ``smoothing`` of the pairs swapped."""
     loss = -F.logsigmoid(margin)
@@ -481,14 +523,14 @@ def reward(section: TrainSection) -> Objective:
 
     def losses(scores_BT: Tensor, batch: Batch) -> SequenceLosses:
         scores_BP2 = _sum_by_answer(scores_BT * (batch.targets_BT != IGNORE_INDEX), batch)
-        is_pair_BP = find_pairs(batch)
+        is_pair_BP = find_groups(batch)
         loss_BP = -F.logsigmoid(_margin(scores_BP2))
         if coef:
             loss_BP = loss_BP + coef * scores_BP2.sum(2) ** 2
         metrics_BM = _reward_metrics(scores_BP2, is_pair_BP)
         return SequenceLosses((loss_BP * is_pair_BP).sum(1), metrics_BM)
 
-    return Objective(count_pairs, losses, REWARDS, takes_scores=True)
+    return Objective(count_groups, losses, REWARDS, takes_scores=True)
 
 
 def _reward_metrics(rewards_BP2: Tensor, is_pair_BP: Tensor) -> Tensor:
@@ -498,32 +540,37 @@ def _reward_metrics(rewards_BP2: Tensor, is_pair_BP: Tensor) -> Tensor:
     return (torch.stack(metrics, dim=2).detach() * is_pair_BP[..., None]).sum(1)
 
 
-def count_pairs(batch: Batch) -> Tensor:
-    """Return the number of pairs of each sequence, int64 (B,)."""
-    return find_pairs(batch).sum(1)
+def count_groups(batch: Batch) -> Tensor:
+    """Return the number of pairs or labeled answers of each sequence, int64 (B,)."""
+    return find_groups(batch).sum(1)
 
 
-def find_pairs(batch: Batch) -> Tensor:
-    """Return True where a sequence has a pair with targets, bool (B, P)."""
+def find_groups(batch: Batch) -> Tensor:
+    """Return True where a sequence has a pair or answer with targets, bool (B, P)."""
     return (answer_lengths(batch) > 0).any(2)
 
 
 def answer_lengths(batch: Batch) -> Tensor:
-    """Return the number of targets of the answers of each pair, int64 (B, P, 2)."""
+    """Return the number of targets of each answer, int64: see `answer_logprobs`."""
     return _sum_by_answer((batch.targets_BT != IGNORE_INDEX).long(), batch)
 
 
 def answer_logprobs(losses_BT: Tensor, batch: Batch) -> Tensor:
-    """Return the log-probabilities of the chosen and the rejected answers, (B, P, 2)."""
+    """Return the log-probabilities of answers.
+
+    Returns:
+        (B, P, 2), the chosen and the rejected answer of each pair; of labeled answers (B, P, 1).
+    """
     return -_sum_by_answer(losses_BT, batch)
 
 
 def _sum_by_answer(values_BT: Tensor, batch: Batch) -> Tensor:
-    """Return the sum over each answer of up to P pairs of a sequence, (B, P, 2)."""
+    """Return the sum over each answer: see `answer_logprobs`."""
     assert batch.documents_BT is not None
     assert batch.references_BP2 is not None
-    shape = batch.references_BP2.shape
-    answers_A1 = torch.arange(2 * shape[1], device=values_BT.device)[:, None]
+    group_size = 2 if batch.labels_BP is None else 1
+    shape = (*batch.references_BP2.shape[:2], group_size)
+    answers_A1 = torch.arange(shape[1] * group_size, device=values_BT.device)[:, None]
     is_answer_BAT = batch.documents_BT[:, None] == answers_A1
     return (values_BT[:, None] * is_answer_BAT).sum(2).view(shape)
 
@@ -535,6 +582,7 @@ OBJECTIVES: dict[str, Callable[[TrainSection], Objective]] = {
     "orpo": orpo,
     "simpo": simpo,
     "reward": reward,
+    "kto": kto,
 }
 
 

@@ -1,8 +1,8 @@
-"""Log-probabilities of preference pairs under the initial model.
+"""Log-probabilities of preferences under the initial model.
 
-They are computed once and saved in the run directory: two numbers per pair, in a file whose name
-has the hash of the pairs.  A resumed run reads
-the file, because its model is no longer the initial one.
+They are computed once and saved in the run directory: two numbers per pair or labeled answer, in a
+file whose name has the hash of the data.  A resumed run reads the file, because its model is no
+longer the initial one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,9 +23,9 @@ from weft.checkpoint.manifest import CheckpointError, run_on_rank_0
 from weft.checkpoint.run_fingerprints import hash_content
 from weft.config.files import write_durably
 from weft.data.dataset import Dataset
-from weft.data.loader import Batch, Mixture, Pairs
+from weft.data.loader import AnswerGroups, Batch, LabeledAnswers, Mixture
 from weft.data.token_store import SplitName
-from weft.train.loss import SequenceLosses, answer_logprobs, count_pairs, find_pairs
+from weft.train.loss import SequenceLosses, answer_logprobs, count_groups, find_groups
 from weft.train.setup import Built
 from weft.train.step import validation_batches
 
@@ -40,7 +41,7 @@ def with_references(
     until_stop: Callable[[Iterable[Batch]], Iterable[Batch]],
     log: Callable[[str], None],
 ) -> dict[SplitName, Mixture]:
-    """Add log-probabilities of the initial model to mixtures of `Pairs`.
+    """Add log-probabilities of the initial model to mixtures of answers.
 
     Every rank calls this function.
 
@@ -60,8 +61,8 @@ def with_references(
     stores = [store.fingerprint for store in dataset.stores]
     content_key = repr([stores, built.plan.seq_len, built.plan.job.data.overlong])
     file = built.plan.run_path / f"references-{xxh3_64_hexdigest(content_key.encode())}.npy"
-    sources = [cast(Pairs, s) for mixture in mixtures.values() for s in mixture.sources]
-    lengths = [samples.num_pairs for samples in sources]
+    sources = [cast(AnswerGroups, s) for mixture in mixtures.values() for s in mixture.sources]
+    lengths = [samples.num_groups for samples in sources]
 
     # Rank 0 decides, because other ranks may not see the directory.
     def read() -> Tensor | None:
@@ -79,7 +80,8 @@ def with_references(
             f"data.validation_path must stay as it was. {REMEDY}"
         )
     if references is None:
-        log(f"computing the initial model's log-probabilities of {sum(lengths):,} pairs")
+        noun = "answers" if isinstance(sources[0], LabeledAnswers) else "pairs"
+        log(f"computing the initial model's log-probabilities of {sum(lengths):,} {noun}")
         references = torch.cat([log_probs(built, samples, until_stop) for samples in sources]).cpu()
         if dist.get_rank() == 0:
             content = io.BytesIO()
@@ -89,7 +91,7 @@ def with_references(
     chunks = iter(torch.split(references, lengths))
     return {
         split: Mixture(
-            [replace(cast(Pairs, pairs), references=next(chunks)) for pairs in mixture.sources],
+            [replace(cast(Any, groups), references=next(chunks)) for groups in mixture.sources],
             mixture.shares,
         )
         for split, mixture in mixtures.items()
@@ -98,36 +100,47 @@ def with_references(
 
 def log_probs(
     built: Built,
-    samples: Pairs,
+    samples: AnswerGroups,
     until_stop: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
 ) -> Tensor:
-    """Compute the log-probabilities of both answers of all pairs.
+    """Compute the log-probabilities of the answers of all groups.
 
-    Every rank calls this function and gets all pairs.  In this evaluation each pair has its index
-    in place of references.
+    Every rank calls this function and gets all groups.  In this evaluation each group has its
+    index in place of references.  Labeled answers take two evaluations: of themselves, and of the
+    answers to other prompts.
 
     Returns:
-        float32 (pairs of the store, 2), in nats; 0 for pairs that are in no sequence.
+        float32 (groups of the store, 2), in nats; 0 for groups that are in no sequence.
     """
     train_step = built.train_step
-    result = torch.zeros(samples.num_pairs, 2, device=train_step.device)
-    indices_N2 = torch.arange(samples.num_pairs, dtype=torch.float64)[:, None].expand(-1, 2)
+    result = torch.zeros(samples.num_groups, 2, device=train_step.device)
+    indices_N2 = torch.arange(samples.num_groups, dtype=torch.float64)[:, None].expand(-1, 2)
 
-    def record_answers(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
+    def record_answers(columns: slice, losses_BT: Tensor, batch: Batch) -> SequenceLosses:
         if train_step.owns_loss:
-            is_pair_BP = find_pairs(batch)  # the others pad a sequence or the batch
-            indices_N = cast(Tensor, batch.references_BP2)[is_pair_BP][:, 0].long()
-            result[indices_N] = answer_logprobs(losses_BT, batch)[is_pair_BP]
+            is_group_BP = find_groups(batch)  # the others pad a sequence or the batch
+            indices_N = cast(Tensor, batch.references_BP2)[is_group_BP][:, 0].long()
+            result[indices_N, columns] = answer_logprobs(losses_BT, batch)[is_group_BP]
         loss_B = losses_BT.sum(1)
         return SequenceLosses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
 
+    def evaluate(columns: slice, batches: Iterable[Batch]) -> None:
+        losses = partial(record_answers, columns)
+        train_step.objective = objective._replace(
+            counts=count_groups, losses=losses, terms=1, baseline=None
+        )
+        train_step.evaluate(until_stop(batches))
+
     objective, by_source = train_step.objective, train_step.loss_by_source
-    train_step.objective = objective._replace(counts=count_pairs, losses=record_answers, terms=1)
     train_step.loss_by_source = None
     try:
         mixture = Mixture([replace(samples, references=indices_N2)])
-        batches = validation_batches(built.plan, mixture, built.mesh, len(samples))
-        train_step.evaluate(until_stop(batches))
+        batches = partial(validation_batches, built.plan, mixture, built.mesh, len(samples))
+        if isinstance(samples, LabeledAnswers):
+            evaluate(slice(0, 1), (batch._replace(swapped_B4T=None) for batch in batches()))
+            evaluate(slice(1, 2), (batch.with_swapped_answers() for batch in batches()))
+        else:
+            evaluate(slice(0, 2), batches())
     finally:
         train_step.objective, train_step.loss_by_source = objective, by_source
     if dist.get_world_size() > 1:

@@ -198,6 +198,8 @@ class TrainStep:
         """
         if self._float8_gather is not None:
             self._float8_gather.update_scales()
+        if self.objective.baseline is not None and batches[0].baseline_B is None:
+            batches = self._with_baseline(batches)
         microbatches = [self._shard_sequence(batch) for batch in batches]
         count = self.mesh.all_reduce_dp_cp(self._count(microbatches))
         num_sequences = sum(len(batch.tokens_BT) for batch in batches) * self.plan.dp_size
@@ -267,6 +269,12 @@ class TrainStep:
         Every rank calls this function, with equally many batches.  After an exception of the
         iterator, on all ranks at the same batch, call `abandon`.
         """
+        if self.objective.baseline is not None:
+            batches = self._with_baseline(batches)
+        return self._evaluate(batches).item()
+
+    def _evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Return the result of `evaluate`; the host has not waited for it."""
         for part in self.model_parts:
             part.eval()
         if self._float8_gather is not None:
@@ -293,7 +301,52 @@ class TrainStep:
             part.train()
             reshard(part)
         count = loss_and_count[1]
-        return (loss_and_count[0] / (count + (count == 0))).sum().item()
+        return (loss_and_count[0] / (count + (count == 0))).sum()
+
+    @torch.no_grad()
+    def _with_baseline(self, batches: Iterable[Batch]) -> list[Batch]:
+        """Return the batches with the baseline of the global batch, from swapped answers.
+
+        Each rank writes its sequences into their places of the global batch.  So the sum does not
+        depend on the layout.
+        """
+        objective, sums, kept = self.objective, list[Tensor](), list[Batch]()
+        assert objective.baseline is not None
+
+        def record(losses_BT: Tensor, batch: Batch) -> SequenceLosses:
+            sums.append(cast(Any, objective.baseline)(losses_BT, batch))
+            loss_B = losses_BT.sum(1)
+            return SequenceLosses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
+
+        def swap() -> Iterator[Batch]:
+            for batch in batches:
+                kept.append(batch)
+                yield batch.with_swapped_answers()
+
+        by_source, self.loss_by_source = self.loss_by_source, None
+        self.objective = objective._replace(losses=record, baseline=None)
+        try:
+            self._evaluate(swap())
+        finally:
+            self.objective, self.loss_by_source = objective, by_source
+        sizes = [len(batch.tokens_BT) for batch in kept]
+        count, dp_size, dp_rank = sum(sizes), self.plan.dp_size, self.mesh.dp_rank
+        sums_N2 = torch.zeros(count * dp_size, 2, device=self.device)
+        if self.owns_loss:
+            places = slice(dp_rank * count, (dp_rank + 1) * count)
+            if self.plan.world_size_invariant:
+                places = slice(dp_rank, None, dp_size)
+            # A pipeline pads microbatches, and appends some.
+            rows = [part[:size] for part, size in zip(sums, sizes, strict=False)]
+            sums_N2[places] = torch.cat(rows)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums_N2)
+        total, num = sums_N2.sum(0)
+        baseline = total / (num + (num == 0))
+        return [
+            batch._replace(baseline_B=baseline.expand(size), swapped_B4T=None)
+            for batch, size in zip(kept, sizes, strict=True)
+        ]
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
         fault_point("microbatch")
@@ -525,14 +578,16 @@ def validation_batches(
 def batch_to(batch: Batch, device: torch.device) -> Batch:
     """Return the batch on ``device``; the copy to a GPU overlaps with its work.
 
-    Document ids stay on the host, where `shard_documents` reads them without waiting for the GPU.
+    Document ids stay on the host, where `shard_documents` reads them without waiting for the GPU;
+    so do sequences with swapped answers, which have some.
     """
     if device.type == "cpu":
         return batch
 
     def move(name: str, column: Tensor) -> Tensor:
         pinned = column.pin_memory()
-        return pinned if name == "documents_BT" else pinned.to(device, non_blocking=True)
+        is_read_here = name in ("documents_BT", "swapped_B4T")
+        return pinned if is_read_here else pinned.to(device, non_blocking=True)
 
     columns = batch._asdict().items()
     return batch._replace(**{name: move(name, x) for name, x in columns if x is not None})

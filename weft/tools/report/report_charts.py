@@ -30,6 +30,7 @@ LOSS_UNITS = {  # by ``train.objective``
     "simpo": PAIR_UNIT,
     "reward": PAIR_UNIT,
     "ipo": "squared error per pair",
+    "kto": "loss per answer",
     "orpo": "nats per token of chosen answers + nats per pair",
 }
 # Heading and unit of each chart, by the heading of its section.  A name that ends with "/" or "."
