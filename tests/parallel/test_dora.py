@@ -108,7 +108,9 @@ def peft_gradients(model: nn.Module, vocab_size: int) -> dict[str, Tensor]:
     for name, param in model.named_parameters():
         name = name.removeprefix("base_model.model.").removeprefix("model.")
         name = name.replace(".default", "").replace("lora_magnitude_vector", "lora_magnitude")
-        if param.grad is not None and "lora" in name:
+        name = name.replace("token_adapter.trainable_tokens_delta", "lora_rows.weight")
+        name = name.replace(".modules_to_save", "")
+        if param.grad is not None:
             if ".lora_embedding_" in name and not name.endswith(".weight"):  # PEFT's
                 grads[f"{name}.weight"] = param.grad.T if name.endswith("A") else param.grad
             else:
@@ -119,7 +121,8 @@ def peft_gradients(model: nn.Module, vocab_size: int) -> dict[str, Tensor]:
 def check_gradients_with_peft(checkpoint: Any, directory: Path) -> None:
     theirs_model = load_in_peft(directory / "source", directory / "adapter")
     for name, param in theirs_model.named_parameters():
-        param.requires_grad_("lora" in name)
+        trained = ("lora", "trainable_tokens", "modules_to_save")
+        param.requires_grad_(any(each in name for each in trained))
     theirs = peft_gradients(theirs_model, checkpoint.config.vocab_size)
     model = load_unsharded(checkpoint, torch.device("cpu"))
     ours = peft_gradients(model, checkpoint.config.vocab_size)

@@ -155,6 +155,9 @@ FAILS = [
     ),
     Refused("pipeline.layers_per_stage", "lists 1", TEXT, "pp2 pipeline.layers_per_stage=[4]"),
     Refused("lora.targets", "shares the table", "", 'lora.rank=4 lora.targets=["lm_head"]'),
+    Refused(
+        "lora.trainable_tokens", "is not below", f"{TEXT} {Q_PROJ}", "lora.trainable_tokens=[600]"
+    ),
     Refused("lora.quantize", "needs blocks of 64", f"{TEXT} {Q_PROJ}", "lora.quantize=nf4"),
     Refused(
         "pipeline.layers_per_stage",
@@ -247,6 +250,18 @@ NO_EFFECT = [
         "lr_mult=0 freezes the group",
         TEXT,
         'optim.groups=[{params=["*norm*"],lr_mult=0,weight_decay=0.5}]',
+    ),
+    Refused(
+        "lora.modules_to_save",
+        "shares the table",
+        f"model.tied_embeddings=true {Q_PROJ}",
+        'lora.modules_to_save=["lm_head"]',
+    ),
+    Refused(
+        "lora.trainable_tokens",
+        "has no effect",
+        f'{TEXT} {Q_PROJ} lora.modules_to_save=["embed_tokens","lm_head"]',
+        "lora.trainable_tokens=[1]",
     ),
     Refused("optim.groups", "matches no trainable", TEXT, 'optim.groups=[{params=["nonsense"]}]'),
     Refused(
@@ -588,6 +603,12 @@ NOT_RUN = [
         "has lengths of columns",
         'model.tied_embeddings=true lora.rank=4 lora.dora=true lora.targets=["embed_tokens"]',
         "a merged table cannot have two magnitudes",
+    ),
+    NotRun(
+        "lora.modules_to_save",
+        "is also in",
+        'lora.rank=4 lora.targets=["embed_tokens"] lora.modules_to_save=["embed_tokens"]',
+        "an adapter of a trained table is a second name for a part of it",
     ),
     # weft.plan.pipeline_plan
     NotRun(

@@ -23,7 +23,7 @@ ALWAYS_EFFECTIVE = frozenset(
         "data": "path mixture validation_path format tokenizer add_tokens invalid_utf8 cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective label_smoothing neftune_alpha",
-        "lora": "path rank targets quantize dora",
+        "lora": "path rank targets modules_to_save trainable_tokens quantize dora",
         "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
         "warmup_steps groups qk_clip_threshold",
         "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",

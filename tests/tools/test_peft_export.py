@@ -37,6 +37,7 @@ from weft.tools.inference_model import (
 )
 
 EXPERT_KINDS = [kind for kind in KINDS if next(iter(FAMILIES[kind].presets.values())).num_experts]
+TABLES = ("embed_tokens.weight", "lm_head.weight")
 FUSED_KINDS = ["phi3", "glm4"]
 
 
@@ -127,7 +128,7 @@ def check(checkpoint: CheckpointRef, directory: Path) -> dict[str, Any]:
     ours = [
         w.shape.numel()
         for n, w in open_weights(checkpoint.path).items()
-        if ".lora_" in n and "magnitude" not in n
+        if (".lora_" in n and "magnitude" not in n) or n in TABLES
     ]
     theirs = load_file(adapter / "adapter_model.safetensors").items()
     config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text())

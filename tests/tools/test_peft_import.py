@@ -148,7 +148,7 @@ def test_run_starts_with_the_adapter_and_exports_it_bit_equal(source: Path, tmp_
     plan = import_source(plan, open_source(plan), quiet_console(console))
     text = " ".join(console.getvalue().split())
     assert "4 tensors of the adapter" in text
-    assert "also replaces lm_head.weight (frozen)" in text
+    assert "also replaces lm_head.weight (trained further)" in text
     checkpoint = find_checkpoint(run)
     assert read_manifest(checkpoint.path)["base"] == checkpoint.path.name
     state = newest_state(run)
@@ -205,7 +205,6 @@ BAD_CONFIGS: dict[str, Any] = {
     "init_lora_weights": "pissa",
     "alora_invocation_tokens": [1, 2],
     "layer_replication": [[0, 1], [0, 1]],
-    "trainable_token_indices": [5],
     "fan_in_fan_out": True,
     "use_bdlora": {"a": 1},
     "a_later_field": 1,

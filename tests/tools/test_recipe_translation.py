@@ -914,6 +914,25 @@ def test_axolotl_defaults_are_those_of_axolotl(
     assert {name: found.recipe.get(name) for name in expected} == expected
 
 
+def test_axolotl_new_tokens_and_trained_tables_are_translated(tmp_path: Path) -> None:
+    lines = """tokens: ["<tool>"]
+special_tokens:
+  additional_special_tokens: ["<|im_start|>", "<|im_end|>"]
+resize_token_embeddings_to_32x: true
+adapter: lora
+lora_modules_to_save: [embed_tokens, lm_head]
+"""
+    found = translate(tmp_path, "a.yaml", SMALL_AXOLOTL + lines)
+    assert found.recipe["data.add_tokens"] == ["<tool>"]
+    assert found.recipe["data.add_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
+    assert found.recipe["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert not [name for name in found.unsupported if "token" in name or "modules" in name]
+    assert "resize_token_embeddings_to_32x" in found.ignored
+    other = translate(tmp_path, "b.yaml", SMALL_AXOLOTL + lines.replace("lm_head", "score"))
+    assert "lora.modules_to_save" not in other.recipe
+    assert any("modules_to_save" in name for name in other.unsupported)
+
+
 def test_axolotl_notes_what_trains_on_other_tokens(tmp_path: Path) -> None:
     notes = " ".join(translate(tmp_path, "a.yaml", SMALL_AXOLOTL).notes)
     assert "### Instruction" in notes

@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 
 from tests.chat import message, write_lines
 from tests.pages import SPECIAL, TEMPLATE, build_tokenizer, chats, tiny_model
-from tests.small import read_state
+from tests.small import newest_state, read_state
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.monitor.terminal import quiet_console
 from weft.plan.vocabulary import NewTokens, add_tokens, count_entries
 from weft.tools.hf_convert import export_checkpoint
@@ -215,6 +216,36 @@ def test_import_of_a_tokenizer_with_more_entries_grows_the_model(tmp_path: Path)
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def chat_file(directory: Path) -> Path:
+    """Write conversations whose answers have the new tokens."""
+    rows = [
+        {"messages": [message("user", f"call {i}"), message("assistant", f"{NEW[0]}x{NEW[1]}")]}
+        for i in range(8)
+    ]
+    return write_lines(directory / "chats.jsonl", rows)
+
+
+def train(directory: Path, recipe: str, *more: str) -> int:
+    words = ["train", recipe, "--model.path", str(directory / "Tiny"), "--train.epochs", "0"]
+    words += ["--data.path", str(directory / "chats.jsonl"), "--train.global_batch_size", "2"]
+    words += ["--data.add_special_tokens", LISTED, "--run.dir", str(directory / "run")]
+    words += ["--train.seq_len", "64", "--optim.lr", "1e-2", "--monitor.report", "false"]
+    words += ["--data.cache_dir", str(directory / "cache")]
+    return main([*words, *more])
+
+
+def answer_of(model: Any, tokenizer: Any) -> str:
+    prompt = tokenizer.apply_chat_template(
+        [message("user", "call 3")], add_generation_prompt=True, return_tensors="pt"
+    )
+    ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0]
+    return str(tokenizer.decode(ids[prompt["input_ids"].shape[1] :].tolist()))
+
+
+ANSWER = f"{NEW[0]}x{NEW[1]}<|im_end|>"
+ONE = ("--run.nproc_per_node", "1")
+
+
 @pytest.mark.system
 @pytest.mark.timeout(300)
 def test_run_with_new_tokens_trains_resumes_and_exports(
@@ -222,46 +253,69 @@ def test_run_with_new_tokens_trains_resumes_and_exports(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = write_model(tmp_path)
-    rows = [
-        {"messages": [message("user", f"call {i}"), message("assistant", f"{NEW[0]}x{NEW[1]}")]}
-        for i in range(8)
-    ]
-    data = write_lines(tmp_path / "chats.jsonl", rows)
-    run = tmp_path / "run"
-
-    def train(*more: str) -> int:
-        words = ["train", "chat", "--model.path", str(source), "--data.path", str(data)]
-        words += [
-            "--data.add_special_tokens",
-            LISTED,
-            "--train.seq_len",
-            "64",
-            "--run.dir",
-            str(run),
-        ]
-        words += ["--train.global_batch_size", "2", "--optim.lr", "1e-2", "--train.epochs", "0"]
-        words += ["--run.nproc_per_node", "1", "--data.cache_dir", str(tmp_path / "cache")]
-        return main([*words, "--monitor.report", "false", *more])
-
-    assert train("--train.steps", "2") == 0
+    source, run = write_model(tmp_path), tmp_path / "run"
+    chat_file(tmp_path)
+    assert train(tmp_path, "chat", *ONE, "--train.steps", "2") == 0
     assert "the new ones are the mean" in capfd.readouterr().out
     shutil.rmtree(source)  # the run has all of it
-    assert train("--train.steps", "30") == 0
+    assert train(tmp_path, "chat", *ONE, "--train.steps", "30") == 0
     assert "resuming" in capfd.readouterr().out
     assert main(["generate", str(run), "--chat", "--prompt", "call 3", "--max-tokens", "8"]) == 0
     assert main(["evaluate", str(run)]) == 0
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    other = ["--train.steps", "31", "--data.add_special_tokens", f"{LISTED},<|more|>"]
     capfd.readouterr()
-    assert train(*other) == 2
+    more = f"{LISTED},<|more|>"
+    assert train(tmp_path, "chat", *ONE, "--data.add_special_tokens", more) == 2
     assert "data.add_special_tokens=" in capfd.readouterr().err
-
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    prompt = tokenizer.apply_chat_template(
-        [message("user", "call 3")], add_generation_prompt=True, return_tensors="pt"
+    assert answer_of(model, tokenizer) == ANSWER
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_lora_trains_the_rows_of_new_tokens_by_default(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A frozen row of a new token could not be told from that of another."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, rows = tmp_path / "run", rows_of(source)
+    chat_file(tmp_path)
+    keys = ("--optim.lr", "3e-2", "--precision.compute_dtype", "float32")
+    assert train(tmp_path, "lora", *ONE, *keys, "--train.steps", "3") == 0
+    # Another layout; the tokens and their rows are those of the run.
+    layout = ("--run.nproc_per_node", "2", "--parallel.tp", "2")
+    assert train(tmp_path, "lora", *layout, *keys, "--train.steps", "60") == 0
+    job, _, _ = read_job(str(run / "job.toml"))
+    assert job.lora.token_ids == (rows, rows + 1)
+    state = newest_state(run)
+    tables = {name for name in state if name.endswith("lora_rows.weight")}
+    is_tied = json.loads((source / "config.json").read_text())["tie_word_embeddings"]
+    head = [] if is_tied else ["lm_head"]
+    names = {f"{table}.lora_rows.weight" for table in ("embed_tokens", *head)}
+    assert (
+        tables
+        == {f"model.{name}" for name in names}
+        | {f"optim.{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq", "step")}
+        & tables
     )
-    ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0]
-    answer = tokenizer.decode(ids[prompt["input_ids"].shape[1] :].tolist())
-    assert answer == f"{NEW[0]}x{NEW[1]}<|im_end|>"
+    assert all(state[f"model.{name}"].shape == (2, 64) for name in names)
+    assert all(state[f"model.{name}"].any() for name in names)
+
+    assert main(["export", str(run), str(tmp_path / "merged")]) == 0
+    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert answer_of(merged, tokenizer) == ANSWER
+    # The adapter has the tokenizer, to which PEFT resizes the base model.
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").get_vocab() == tokenizer.get_vocab()
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    assert answer_of(adapted, tokenizer) == ANSWER
+    ids = torch.tensor([tokenizer.encode(f"call 3{NEW[0]}x{NEW[1]}")])
+    with torch.no_grad():
+        ours, theirs = merged(ids).logits, adapted(ids).logits
+    known = theirs.shape[-1]  # without the padding of weft's table
+    torch.testing.assert_close(ours[..., :known], theirs, atol=1e-3, rtol=1e-3)

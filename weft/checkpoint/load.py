@@ -122,7 +122,9 @@ def _raise_if_damaged(contents: Contents, mismatches: list[str]) -> None:
 
 
 def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
-    """Load the frozen parameters, and buffers, from a checkpoint of the full model.
+    """Load all but adapters from a checkpoint of the full model.
+
+    Those are frozen parameters, tables that are trained in full, and buffers.
 
     Every rank calls this function.  Groups of tensors are read in float32, verified, and rounded to
     their dtype.
@@ -132,7 +134,15 @@ def load_frozen_params(path: Path, model_parts: Sequence[nn.Module]) -> None:
         CheckpointError: as in `load_checkpoint`.
     """
     _, contents = _open_checkpoint(path)
-    tensors = chain(frozen_parameters(model_parts), persistent_buffers(model_parts))
+    # Tables that are trained in full begin as those of the checkpoint; adapters are not in it.
+    trained = dict(trainable_parameters(model_parts))
+    adapters = {name for name in trained if ".lora_" in name}
+    saved = [
+        (name, tensor)
+        for name, tensor in trained.items()
+        if adapters and name not in adapters and f"model.{name}" in contents.tensors
+    ]
+    tensors = chain(frozen_parameters(model_parts), saved, persistent_buffers(model_parts))
     params: StateDict = {f"model.{name}": tensor for name, tensor in tensors}
 
     def check_names() -> None:

@@ -135,6 +135,8 @@ def _fingerprint_job(job: Job, has_trained: bool) -> dict[str, str]:
     found = {MODEL: _hash_json([job.model.kind, values])}
     if has_trained:
         adapters = {name: getattr(job.lora, name) for name in ADAPTER_KEYS}
+        tables = {"modules_to_save": job.lora.modules_to_save, "token_ids": job.lora.token_ids}
+        adapters |= {name: value for name, value in tables.items() if value}
         found[ADAPTERS] = _hash_json(adapters if job.lora.has_adapters else {})
     return found
 

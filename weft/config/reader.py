@@ -18,7 +18,8 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -249,7 +250,10 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
         return
     literal = _literal(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    origin = get_origin(model.model_fields[last].annotation)
+    annotation = model.model_fields[last].annotation
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType) and text != "auto":  # a list, or auto
+        origin = next((tuple for each in get_args(annotation) if get_origin(each) is tuple), origin)
     if origin is tuple and not isinstance(literal, list):
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):

@@ -450,6 +450,14 @@ class LoraSection(Section):
         "layers with adapters, by the end of their names, such as q_proj, experts.up_proj, "
         "embed_tokens or lm_head; empty: all linear layers of blocks",
     )
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = key(
+        (), "embedding and head that are trained in full, beside the adapters"
+    )
+    trainable_tokens: tuple[NonNegative, ...] | Auto = key(
+        "auto",
+        "ids of tokens whose rows in embedding and head are trained, too, unless these have "
+        "adapters or are in modules_to_save; auto: the tokens that the run adds to the model",
+    )
     quantize: Literal["none", "int8", "nf4"] = key(
         "none",
         "storage of the blocks' frozen weights, with one scale per 64 numbers (nf4: QLoRA); none: "
@@ -462,6 +470,11 @@ class LoraSection(Section):
         0.0, "fraction of the adapters' inputs that training sets to 0; not those of the embedding"
     )
     dora: bool = key(False, "also train the length of each row of an adapted matrix (DoRA)")
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens whose rows are trained, ascending."""
+        return () if self.trainable_tokens == "auto" else tuple(sorted({*self.trainable_tokens}))
 
     @property
     def has_adapters(self) -> bool:

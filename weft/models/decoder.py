@@ -242,6 +242,8 @@ class Decoder(nn.Module):
             # Reads the weight outside its module's forward.  Under fully_shard the embedding must
             # therefore be in the root's group.
             logits_BTV = F.linear(normed_BTD, output_weight(self.embed_tokens))
+            if (rows := getattr(self.embed_tokens, "lora_rows", None)) is not None:
+                logits_BTV = rows.add_logits(logits_BTV, normed_BTD)
         else:
             logits_BTV = self.lm_head(normed_BTD)
         if config.logit_softcap:

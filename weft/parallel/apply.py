@@ -214,6 +214,10 @@ def _shard_tensors(
         # One product costs a copy of the weights.  It pays if async TP then overlaps more.
         joint_products=plan.async_tp and not plan.splits_backward,
     )
+    if plan.lora_rank and plan.job.lora.token_ids:
+        from weft.parallel.lora_rows import shard_token_rows
+
+        shard_token_rows(model, mesh.param_mesh["tp"], plan.model.vocab_size)
 
 
 def _split_tokens_of_experts(moe_layers: list[Any], plan: Plan, mesh: Mesh) -> None:

@@ -4,7 +4,8 @@
 
 Only A and B are trained.  As in PEFT, A starts uniform (Kaiming) and B with zeros, so the model
 starts unchanged.  All other weights are frozen in the compute dtype, because no optimizer
-accumulates small updates in them.  Those of the blocks may be quantized.
+accumulates small updates in them.  Those of the blocks may be quantized.  Embedding and head may be
+trained in full (``lora.modules_to_save``), or some of their rows (`weft.parallel.lora_rows`).
 
 A `LoraLinear` replaces a linear layer and keeps its ``weight``.  A and B are its submodules
 `lora_A` and `lora_B`, the names of PEFT.  So FSDP, checkpoints and the optimizer see ordinary
@@ -46,6 +47,7 @@ ADAPTER_INIT = {
     "lora_A": Init("fan_in"),
     "lora_B": Init("zeros"),
     "lora_magnitude": Init("zeros"),  # of `weft.parallel.dora`
+    "lora_rows": Init("zeros"),  # of `weft.parallel.lora_rows`
     "lora_embedding_A": Init("zeros"),  # of `weft.parallel.lora_embedding`
     "lora_embedding_B": Init("truncated_normal", 1.0),
 }
@@ -92,7 +94,10 @@ def apply_lora(
     outer = {name: layer for name in section.targets if (layer := model._modules.get(name))}
     layers |= {name: layer for name, layer in outer.items() if isinstance(layer, nn.Linear)}
     quantized = set(layers.values()) - set(outer.values()) if section.quantize != "none" else set()
+    saved = [model._modules.get(name) for name in section.modules_to_save]
     for module in model.modules():
+        if module in saved:
+            continue
         for name, param in module.named_parameters(recurse=False):
             frozen = param.data.to(dtype)
             if module in quantized and name == "weight":
@@ -100,6 +105,11 @@ def apply_lora(
                 shape = *rows, inputs // QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES[section.quantize]
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
+    if section.token_ids:
+        from weft.parallel.lora_rows import TABLES, add_token_rows
+
+        others = {*section.targets, *section.modules_to_save}
+        add_token_rows(model, [n for n in TABLES if n not in others], section.token_ids)
     in_blocks: FrozenLinear = linear
     if quantized:
         from weft.parallel.quantized import quantized_linear
@@ -131,6 +141,7 @@ def add_adapter_sharding(table: Mapping[str, TensorParallelSpec]) -> dict[str, T
         b = partial_grad if spec.weight in ("row", "vocabulary") else split
         names = {"lora_A": a, "lora_B": b, "lora_magnitude": b}
         names |= {"lora_embedding_A": a, "lora_embedding_B": b}
+        names["lora_rows"] = partial_grad
         extended |= {f"{pattern}.{name}": spec for name, spec in names.items()}
     return extended
 

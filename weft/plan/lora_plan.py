@@ -36,14 +36,30 @@ def is_target(name: str, section: LoraSection) -> bool:
 def outer_targets(model: Any, section: LoraSection) -> list[Matrix]:
     """Return the adapted layers outside of the blocks, which ``lora.targets`` names.
 
-    ``model`` is a family's configuration.  The inputs of an embedding are the ids.
+    ``model`` is a family's configuration.
     """
+    return [layer for layer in list_tables(model) if layer.name in section.targets]
+
+
+def saved_tables(model: Any, section: LoraSection) -> list[Matrix]:
+    """Return the embedding and the head that ``lora.modules_to_save`` trains in full."""
+    return [table for table in list_tables(model) if table.name in section.modules_to_save]
+
+
+def row_tables(model: Any, section: LoraSection) -> list[Matrix]:
+    """Return the tables of which ``lora.trainable_tokens`` trains rows."""
+    others = {*section.targets, *section.modules_to_save}
+    return [t for t in list_tables(model) if section.token_ids and t.name not in others]
+
+
+def list_tables(model: Any) -> list[Matrix]:
+    """Return embedding and head, unless it is tied; an embedding's inputs are the ids."""
     if not isinstance(model, DecoderConfig):
         return []
-    layers = [Matrix("embed_tokens", model.dim, model.vocab_size, block=-1)]
-    if not model.tied_embeddings:
-        layers.append(Matrix("lm_head", model.vocab_size, model.dim, block=model.num_layers))
-    return [layer for layer in layers if layer.name in section.targets]
+    tables = [Matrix("embed_tokens", model.dim, model.vocab_size, block=-1)]
+    if not (model.tied_embeddings or model.score_head):
+        tables.append(Matrix("lm_head", model.vocab_size, model.dim, block=model.num_layers))
+    return tables
 
 
 def adapts_blocks(plan: Plan) -> bool:
@@ -67,9 +83,12 @@ def lora_lr_factor(name: str, section: LoraSection) -> float:
     return section.lr_ratio if module in (["lora_B"], ["lora_magnitude"]) else 1.0
 
 
-def is_magnitude(name: str) -> bool:
-    """Return True for the name of a vector of DoRA, which has no weight decay."""
-    return name.endswith(".lora_magnitude.weight")
+def is_change(name: str) -> bool:
+    """Return True for a change of frozen weights, which has no weight decay.
+
+    Those are the vectors of DoRA, and rows of ``lora.trainable_tokens``.
+    """
+    return name.endswith((".lora_magnitude.weight", ".lora_rows.weight"))
 
 
 class TrainingCost(NamedTuple):
@@ -83,6 +102,7 @@ class TrainingCost(NamedTuple):
     trainable_params: int
     expert_params: int  # part of the trainable ones that expert parallelism shards
     quantized_params: int
+    saved_params: int  # part of the trainable ones that is not in adapters: trained tables
     flops_per_token: float
     causal_flops_per_token: float  # counts only the attention scores below the causal mask
 
@@ -112,9 +132,9 @@ def training_cost(
     common = (seq_len, units, section.rank, num_params)
     if not section.rank:
         experts = sum(unit.expert_params for unit in units)
-        left, left_experts, saved = _count_frozen(model, family, frozen_params)
-        counts = (num_active, num_params - left, experts - left_experts, 0)
-        return TrainingCost(*common, *counts, full - saved, causal - saved)
+        left, left_experts, spared = _count_frozen(model, family, frozen_params)
+        counts = (num_active, num_params - left, experts - left_experts, 0, 0)
+        return TrainingCost(*common, *counts, full - spared, causal - spared)
     trained = experts = active = quantized = 0
     matrices, outer = list_matrices(model, family), outer_targets(model, section)
     if section.quantize != "none":
@@ -133,9 +153,18 @@ def training_cost(
         experts += (params - held) * num_experts
         params -= section.rank * inputs * (name == "embed_tokens")  # a lookup
         active += params * (model.active_experts if num_experts else 1)
+    saved, rows = saved_tables(model, section), row_tables(model, section)
+    saved = [table for table in saved if f"{table.name}.weight" not in frozen_params]
+    rows = [table for table in rows if f"{table.name}.lora_rows.weight" not in frozen_params]
+    num_saved = sum(table.out_features * table.in_features for table in saved)
+    trained += num_saved + len(section.token_ids) * model.dim * len(rows) if saved or rows else 0
+    is_head = {"lm_head", *["embed_tokens"] * getattr(model, "tied_embeddings", False)}
+    if any(table.name in is_head for table in rows):
+        active += len(section.token_ids) * model.dim
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.
     change = 6.0 * active - family.flops_per_token(model, 0) / 3
-    counts = (num_active + active, trained, experts, quantized)
+    change += 2.0 * sum(t.out_features * t.in_features for t in saved if t.name in is_head)
+    counts = (num_active + active, trained, experts, quantized, num_saved)
     return TrainingCost(*common, *counts, full + change, causal + change)
 
 

@@ -148,11 +148,13 @@ def add_score_head(job: Job) -> Job:
 def _read_path(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
     """Return the job with the model of ``model.path``: see `adopt_model`."""
     section, errors = job.model, ConfigErrors()
+    new_ids: tuple[int, ...] = ()
     saved = read_imported(run_dir)
     is_named = section.path not in ("", REQUIRED)
     if saved is not None and (
         is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
     ):
+        new_ids = saved.lora.token_ids
         given = section.overrides()  # a change is an error of `weft.train.job_checks`
         changed = {k: v for k, v in given.items() if is_named and k in CHANGEABLE_KEYS}
         section, directory = (
@@ -185,11 +187,13 @@ def _read_path(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigEr
                 if isinstance(rows := read.overrides().get("vocab_size"), int):
                     chosen = kept.get("vocab_size")
                     growth = find_growth(job.data, rows, chosen, directory, errors)
-                    section = with_rows(section, growth.rows)
+                    section, new_ids = with_rows(section, growth.rows), growth.new_ids
     if errors:
         return job, errors
     training = {k: v for k, v in job.model.overrides().items() if k in TRAINING_KEYS}
     changes: dict[str, dict[str, Any]] = {"model": section.model_dump() | training}
+    if job.lora.trainable_tokens == "auto" and (job.lora.rank or job.lora.path) and new_ids:
+        changes["lora"] = {"trainable_tokens": new_ids}
     if job.data.trains_tokenizer:
         changes["data"] = {"tokenizer": str(directory.absolute() / "tokenizer.json")}
     return replace(job, **changes), errors

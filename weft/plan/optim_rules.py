@@ -13,7 +13,7 @@ from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job
 from weft.models import Family
 from weft.models.decoder_config import DecoderConfig
-from weft.plan.lora_plan import is_target, outer_targets
+from weft.plan.lora_plan import is_target, outer_targets, row_tables, saved_tables
 from weft.plan.matrices import is_matrix, list_matrices
 from weft.plan.model_config import shown_name
 from weft.plan.plan import Plan
@@ -132,6 +132,8 @@ def trainable_names(job: Job, model: Any, family: Family) -> dict[str, bool]:
         for name in outer:
             kind = "embedding_" if name == "embed_tokens" else ""
             names |= {f"{name}.lora_{kind}{each}.weight": False for each in "AB"}
+        names |= {f"{table.name}.weight": False for table in saved_tables(model, job.lora)}
+        names |= {f"{table.name}.lora_rows.weight": False for table in row_tables(model, job.lora)}
         vectors = [*inner, *outer] if job.lora.dora else []
         return names | {f"{name}.lora_magnitude.weight": False for name in vectors}
     with torch.device("meta"):

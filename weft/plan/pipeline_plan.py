@@ -10,7 +10,7 @@ from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.degrees import ParallelDims, format_choices, possible_degrees
-from weft.plan.lora_plan import TrainingCost, outer_targets
+from weft.plan.lora_plan import TrainingCost, list_tables
 from weft.plan.matrices import list_matrices
 from weft.plan.optim_rules import find_frozen_params, trainable_names
 from weft.plan.pipeline_schedule import (
@@ -222,8 +222,8 @@ def _is_trained(job: Job, stage: Stage, model: Any, family: Family) -> bool:
     frozen = set(find_frozen_params(job, model, family))
     if job.lora.rank:
         names = trainable_names(job, model, family).keys() - frozen
-        layers = {name.rpartition(".lora_")[0] for name in names}
-        adapted = [*list_matrices(model, family), *outer_targets(model, job.lora)]
+        layers = {name.partition(".lora_")[0].removesuffix(".weight") for name in names}
+        adapted = [*list_matrices(model, family), *list_tables(model)]
         units = {matrix.block + 1 for matrix in adapted if matrix.name in layers}
         return not units.isdisjoint(stage.units)
     with torch.device("meta"):

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 from weft.config.errors import ConfigErrors, suggest
 from weft.config.schema import Job, LoraSection
 from weft.models import Family
+from weft.models.decoder_config import DecoderConfig
 from weft.plan.degrees import ParallelDims
 from weft.plan.lora_plan import (
     QUANT_BLOCK_BYTES,
     QUANT_BLOCK_SIZE,
     TrainingCost,
     outer_targets,
+    row_tables,
+    saved_tables,
 )
 from weft.plan.matrices import (
     convertible_matrices,
@@ -22,6 +25,7 @@ from weft.plan.matrices import (
     select_matrices,
     tensor_parallel_spec,
 )
+from weft.plan.model_config import shown_name
 
 
 def check_float8(
@@ -78,7 +82,8 @@ def check_lora(
     section, key = job.lora, "lora.rank"
     if not section.rank:
         default = LoraSection()
-        for name in ("targets", "quantize", "dora", "lr_ratio", "dropout"):
+        names = ("targets", "modules_to_save", "trainable_tokens", "quantize", "dora", "lr_ratio")
+        for name in (*names, "dropout"):
             if getattr(section, name) != getattr(default, name):
                 rule = "has no effect without adapters (lora.rank=0)"
                 errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
@@ -104,6 +109,7 @@ def check_lora(
             rule = "is neither a linear layer of the model's blocks nor embed_tokens or lm_head"
             remedy = suggest(target, layers)
             errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
+    _check_tables(errors, job, model)
     if section.dora and is_tied and outer:
         rule = "has lengths of columns for the embedding, but of rows for the head that shares it"
         remedy = "use lora.targets without embed_tokens, or lora.dora=false"
@@ -123,6 +129,32 @@ def check_lora(
             smaller_tp = ", or a smaller parallel.tp" if tp > 1 else ""
             remedy = "use none, or another model size" + smaller_tp
             errors.add("lora.quantize", rule, remedy, ("parallel.tp",))
+
+
+def _check_tables(errors: ConfigErrors, job: Job, model: Any) -> None:
+    """Check the keys of tables that are trained beside adapters, in full or by rows."""
+    section, key = job.lora, "lora.modules_to_save"
+    known = [table.name for table in saved_tables(model, section)]
+    for name in section.modules_to_save:
+        if name in section.targets:
+            rule, remedy = "is also in lora.targets", "remove it from one of them"
+            errors.add(key, rule, remedy, ("lora.targets",), value=name)
+        elif name not in known:
+            rule, remedy = "is not a layer of this model", "remove it"
+            if getattr(model, "tied_embeddings", False):
+                rule = "shares the table of the embedding (model.tied_embeddings=true)"
+                remedy = "use embed_tokens, which is the head, too"
+            errors.add(key, rule, remedy, ("model.tied_embeddings",), value=name)
+    key, ids = "lora.trainable_tokens", section.token_ids
+    if ids and not row_tables(model, section):
+        rule = "has no effect: embedding and head have adapters, or are trained in full"
+        if not isinstance(model, DecoderConfig):
+            rule = f"needs the tables of weft's decoder, which {shown_name(job.model)} lacks"
+        depends = ("lora.targets", "lora.modules_to_save")
+        errors.add(key, rule, "leave it out", depends)
+    elif ids and ids[-1] >= model.vocab_size:
+        rule = f"is not below model.vocab_size={model.vocab_size}"
+        errors.add(key, rule, "use ids of tokens", ("model.vocab_size",), value=ids[-1])
 
 
 class FrozenWeights(NamedTuple):
@@ -148,5 +180,6 @@ def frozen_weights(
         return None if trained == 1 else FrozenWeights(4 * (1 - trained), trained)
     quantized = cost.quantized_params / cost.num_params
     quantized_bytes = QUANT_BLOCK_BYTES.get(section.quantize, 0) / QUANT_BLOCK_SIZE
-    bytes_per_weight = quantized * quantized_bytes + (1 - quantized) * compute_bytes
+    unquantized = 1 - quantized - cost.saved_params / cost.num_params
+    bytes_per_weight = quantized * quantized_bytes + unquantized * compute_bytes
     return FrozenWeights(bytes_per_weight, cost.trainable_params / cost.num_params)

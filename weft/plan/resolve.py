@@ -201,7 +201,8 @@ def resolve(
         compute_dtype=compute_dtype,
         reduce_dtype="float32" if train.world_size_invariant else job.precision.reduce_dtype,
         model=model,
-        num_params=cost.num_params + (cost.trainable_params if cost.lora_rank else 0),
+        num_params=cost.num_params
+        + (cost.trainable_params - cost.saved_params if cost.lora_rank else 0),
         num_active_params=cost.active_params,
         num_trainable_params=cost.trainable_params,
         frozen_params=frozen_params,

@@ -161,9 +161,10 @@ def moment_bytes_per_param(optim: OptimSection, cost: TrainingCost) -> float:
     if ranges and (rank := cost.lora_rank):  # half of an adapter has rows of this length
         ranges = (ranges + 2 * -(-rank // MOMENT_BLOCK_SIZE) / rank) / 2
     matrix = MOMENT_BYTES[optim.state_dtype] / (1 + (optim.name == "muon")) + ranges
-    if cost.lora_rank:
-        return matrix
     other = 4 if optim.state_dtype == "bfloat16" else 8
+    if cost.lora_rank:
+        saved = cost.saved_params / max(1, cost.trainable_params)
+        return saved * other + (1 - saved) * matrix
     if not cost.units:
         return other  # an upper bound
     first, *blocks, last = cost.units

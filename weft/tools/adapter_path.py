@@ -129,7 +129,7 @@ def adopt_adapter(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[Confi
     adapter = open_adapter(directory, _family(adopted.model, config), config, errors)
     if adapter is None:
         return job, errors
-    read = LoraSection.model_validate({"path": lora.path, **adapter.section})
+    read = adapter.lora_section(lora.path, adopted.lora)
     return _with_keys(adopted, recipe, read, errors)
 
 
@@ -155,7 +155,8 @@ def _with_keys(
             found.add(f"lora.{name}", rule, "remove one of the two", ("lora.path",))
     if errors or found:
         return job, [*errors, *found]
-    return replace(job, lora={name: getattr(read, name) for name in FIXED_BY_ADAPTER}), []
+    names = (*FIXED_BY_ADAPTER, "modules_to_save", "trainable_tokens")
+    return replace(job, lora={name: getattr(read, name) for name in names}), []
 
 
 def _family(section: ModelSection, config: object) -> Family:

@@ -201,6 +201,7 @@ def prove_export(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype, adapt
         "conversations": [messages for messages, _ in conversations],
         "variables": dict(checkpoint.job.data.chat_template_args),
         "max_tokens": samples.max_tokens,
+        "rows": checkpoint.config.vocab_size,
         "vocab_size": min(checkpoint.config.vocab_size, required_vocab_size(tokenizer)),
     }
     answer, logits = ask_transformers(request)

@@ -36,11 +36,26 @@ def load_model(request: dict[str, Any], answer: dict[str, Any]) -> Any:
     names = ("missing_keys", "unexpected_keys", "mismatched_keys")
     answer["loading"] = {name: sorted(map(str, info[name])) for name in names}
     if request["base"]:
+        add_rows(model, request["rows"])
         model = load_adapter(model, request["directory"], answer)
     # Tied weights count once; copies that the model derives from its configuration do not count.
     state = model.state_dict(keep_vars=True).values()
     answer["num_elements"] = sum({id(each): each.numel() for each in state}.values())
     return model.eval()
+
+
+def add_rows(model: Any, rows: int) -> None:
+    """Resize a base model to the rows of the run; new ones are the mean.
+
+    transformers adds noise to the mean, and so do programs that load the adapter.
+    """
+    old = model.get_input_embeddings().weight.shape[0]
+    if rows <= old:
+        return
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table = layer.weight.data
+        table[old:] = table[:old].double().mean(0).to(table.dtype)
 
 
 def load_adapter(model: Any, directory: str, answer: dict[str, Any]) -> Any:

@@ -160,7 +160,7 @@ def import_model(
         with store_errors(adapter):
             opened = open_adapter(adapter, FAMILIES[model.section.kind].of(config), config, errors)
         if opened is not None:
-            lora = LoraSection.model_validate({"path": str(adapter), **opened.section})
+            lora = opened.lora_section(str(adapter))
             model = add_adapter(model, opened, lora)
     check_out(errors, "run_dir", run_dir, 0 if model is None else model.num_bytes)
     errors.raise_any()
@@ -213,8 +213,10 @@ def add_adapter(model: ModelSource, adapter: Adapter, lora: LoraSection) -> Mode
     weights = adapter.apply(model.weights, lora, FAMILIES[model.section.kind].of(config), config)
     added = [name for name in weights if name not in model.weights]
     note = f"{len(added)} tensors of the adapter {lora.path}, of rank {lora.rank}"
-    if adapter.saved:
-        note += f", which also replaces {', '.join(adapter.saved)} (frozen)"
+    for kind in ("frozen", "trained further"):
+        tables = {f"{name}.weight" for name in lora.modules_to_save}
+        names = [name for name in adapter.saved if (name in tables) == (kind != "frozen")]
+        note += f", which also replaces {', '.join(names)} ({kind})" * bool(names)
     return model._replace(
         weights=weights,
         num_bytes=model.num_bytes + 4 * sum(weights[name].shape.numel() for name in added),

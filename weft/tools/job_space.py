@@ -85,7 +85,10 @@ BATCH = (
     *("data.vocab_size", "train.seq_len", "train.global_batch_size", "train.microbatch_size"),
     *("train.eval_sequences", "pipeline.layers_per_stage"),
 )
-FREE_FORM = ("lora.targets", "optim.groups", "pipeline.layers_per_stage")
+FREE_FORM = (
+    *("lora.targets", "lora.modules_to_save", "lora.trainable_tokens"),
+    *("optim.groups", "pipeline.layers_per_stage"),
+)
 SIZED_KEYS = {*(f"model.{name}" for name in SIZES), *BATCH}
 
 MUON_GROUPS = '[{params=["*o_proj*"], optimizer="adamw", beta2=0.9}, {params=["*"], momentum=0.8}]'
@@ -117,6 +120,8 @@ VALUES: dict[str, tuple[str, ...]] = {
         *("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
         *("experts.up_proj,o_proj", "embed_tokens,q_proj", "lm_head,up_proj"),
     ),
+    "lora.modules_to_save": ("embed_tokens", "lm_head", "embed_tokens,lm_head"),
+    "lora.trainable_tokens": ("256", "3,17,101,200"),
     "lora.lr_ratio": ("4",),
     "lora.dropout": ("0.2",),
     "optim.name": tuple(OPTIMIZERS),
@@ -194,6 +199,8 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
             "alpha",
             "rank_stabilized",
             "targets",
+            "modules_to_save",
+            "trainable_tokens",
             "quantize",
             "dora",
             "lr_ratio",

@@ -10,7 +10,6 @@ from torch import nn
 from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
-from weft.config.schema import LoraSection
 from weft.parallel.lora import apply_lora
 from weft.plan.model_config import locate_model
 from weft.tools.adapter_path import locate_import
@@ -67,7 +66,7 @@ def _load_hf(
         read = open_adapter(adapter, family, config, errors)
         errors.raise_any()
         assert read is not None
-        lora = LoraSection.model_validate(read.section)
+        lora = read.lora_section()
         weights = read.apply(weights, lora, family, config)
     with torch.device("meta"):
         module = family.build(config)

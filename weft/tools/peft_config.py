@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weft.config.errors import ConfigErrors
@@ -17,14 +18,14 @@ from weft.models.hf_mapping import printable
 from weft.tools.hf_convert import read_json_object
 
 CONFIG = "adapter_config.json"
-MAX_RANK = 1 << 16
+MAX_RANK, MAX_ID = 1 << 16, 1 << 31
 # Fields that say nothing about what the adapter computes, or that the tensors show.
 IGNORED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules"),
         *("inference_mode",),
         *("layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core"),
-        *("modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config"),
+        *("peft_version", "qalora_group_size", "revision", "runtime_config"),
         *("target_modules", "target_parameters", "ensure_weight_tying"),
     )
 )
@@ -53,6 +54,8 @@ class PeftConfig(NamedTuple):
         ranks: rank by pattern of a module's name.
         alphas: alpha by pattern of a module's name.
         parameters: ends of the names of adapted parameters.
+        modules_to_save: names of modules that are trained in full.
+        token_indices: ids of tokens whose rows are trained, by name of the table.
     """
 
     base: str
@@ -63,6 +66,8 @@ class PeftConfig(NamedTuple):
     ranks: dict[str, int]
     alphas: dict[str, float]
     parameters: tuple[str, ...]
+    modules_to_save: tuple[str, ...] = ()
+    token_indices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def rank_of(self, name: str) -> int:
         """Return the rank of a module or parameter of transformers."""
@@ -89,7 +94,7 @@ def read_peft_config(directory: Path, errors: ConfigErrors) -> PeftConfig | None
         found.add(f"{CONFIG} {printable(field)}", rule, remedy, value=shown)
 
     known = {"r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", *IGNORED, *REQUIRED}
-    known |= {"rank_pattern", "alpha_pattern"}
+    known |= {"rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices"}
     for field, value in tree.items():
         if field not in known and value not in (None, False, 0, "", [], {}):
             add(field, "has no counterpart in weft", "train the adapter without it")
@@ -123,12 +128,25 @@ def read_peft_config(directory: Path, errors: ConfigErrors) -> PeftConfig | None
         add("base_model_name_or_path", "is not a name")
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         add("target_parameters", "is not a list of names")
+    saved, indices = tree.get("modules_to_save") or [], tree.get("trainable_token_indices") or {}
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        add("modules_to_save", "is not a list of names")
+    indices = {"embed_tokens": indices} if isinstance(indices, list) else indices
+    if not isinstance(indices, dict) or not all(map(_are_ids, indices.values())):
+        add("trainable_token_indices", "is neither a list of ids nor maps names to such lists")
     errors += found
     if found:
         return None
     is_stabilized, has_dora = flags.values()
-    names = tuple(parameters)
-    return PeftConfig(base, rank, float(alpha), is_stabilized, has_dora, ranks, alphas, names)
+    return PeftConfig(
+        *(base, rank, float(alpha), is_stabilized, has_dora, ranks, alphas, tuple(parameters)),
+        modules_to_save=tuple(saved),
+        token_indices={name: tuple(ids) for name, ids in indices.items()},
+    )
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(id) is int and 0 <= id < MAX_ID for id in value)
 
 
 def _is_rank(value: object) -> bool:

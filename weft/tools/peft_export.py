@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from weft.models.family import Family
 from weft.models.hf_fields import HFMapping, StackedExperts
 from weft.models.hf_mapping import get_hf_mapping, param_shapes
 from weft.parallel.dora import row_squares
+from weft.parallel.lora_rows import TABLES
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix
 from weft.plan.lora_plan import lora_scaling
 from weft.plan.matrices import list_matrices
@@ -60,14 +61,18 @@ from weft.tools.inference_model import (
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of the names of transformers
+ROWS = ".lora_rows.weight"  # end of the names of trained rows
+ROWS_SUFFIX = ".token_adapter.trainable_tokens_delta"  # in PEFT, which stores the changed rows
 
 
 def open_merged(
     checkpoint: CheckpointRef, base: Path, without_adapters: bool = False
 ) -> dict[str, Weight]:
     """Open the weights of a run, by default with the adapters merged."""
-    weights = {name: w for name, w in open_weights(base).items() if ".lora_" not in name}
-    adapters = {} if without_adapters else open_weights(checkpoint.path)
+    trained = open_weights(checkpoint.path)
+    # Tables that were trained in full take the place of those of the base.
+    weights = {n: w for n, w in {**open_weights(base), **trained}.items() if ".lora_" not in n}
+    adapters = {} if without_adapters else trained
     return merge_adapters(
         weights, adapters, checkpoint.job.lora, checkpoint.family, checkpoint.config
     )
@@ -111,6 +116,8 @@ def _merge(
     is_embedding = f"{module}.lora_embedding_A.weight" in adapters
     has_adapter = is_embedding or f"{module}.lora_A.weight" in adapters
     scaling, columns = lora_scaling(lora), None
+    change = adapters.get(f"{module}{ROWS}")
+    change_ND = None if change is None else torch.cat([*change.read()]).float()
     if has_adapter:
         magnitude = read_magnitude(adapters, module)
     if is_embedding:
@@ -133,8 +140,17 @@ def _merge(
                 before, after = row_squares(rows.float(), *factors, scaling).sqrt()
                 merged *= ((before + magnitude[part]) / after).unsqueeze(-1)
             rows = merged if columns is None else merged * columns
+        if change_ND is not None:
+            rows = _change_rows(rows, offset, lora.token_ids, change_ND)
         offset += len(rows)
         yield rows
+
+
+def _change_rows(rows: Tensor, first: int, ids: Sequence[int], change_ND: Tensor) -> Tensor:
+    """Return rows, which begin at id ``first``, with the changes of some tokens."""
+    inside = [i for i, token in enumerate(ids) if first <= token < first + len(rows)]
+    index = torch.tensor([ids[i] - first for i in inside], dtype=torch.int64)
+    return rows.float().index_add(0, index, change_ND[inside]) if inside else rows
 
 
 def _read_factor(
@@ -374,6 +390,43 @@ def _embedding_weights(
     return weights
 
 
+def _table_weights(
+    trained_with: Mapping[str, Weight],
+    adapters: Mapping[str, Weight],
+    lora: LoraSection,
+    mapping: HFMapping,
+) -> tuple[dict[str, Weight], dict[str, Any]]:
+    """Return the tensors of trained tables and rows, and fields of the configuration.
+
+    Args:
+        trained_with: weights that adapters were trained with, with trained tables.
+        adapters: weft's adapters, by name.
+        lora: the section ``[lora]``.
+        mapping: of the model.
+    """
+    weights: dict[str, Weight] = {}
+    indices: dict[str, list[int]] = {}
+    for table in TABLES:
+        hf_name, weight = mapping.hf_name(f"{table}.weight"), trained_with.get(f"{table}.weight")
+        if weight is None:
+            if TABLES[0] in lora.modules_to_save:  # a tied head, which PEFT stores once more
+                weights[f"{PREFIX}{hf_name}"] = trained_with[f"{TABLES[0]}.weight"]
+            continue
+        if table in lora.modules_to_save:
+            weights[f"{PREFIX}{hf_name}"] = weight
+        if (change := adapters.get(f"{table}{ROWS}")) is not None:
+            module = hf_name.removesuffix(".weight")
+            read = partial(_read_token_rows, weight, change, lora.token_ids)
+            weights[f"{PREFIX}{module}{ROWS_SUFFIX}"] = Weight(change.shape, read)
+            indices[module.rpartition(".")[2]] = list(lora.token_ids)
+    return weights, {"trainable_token_indices": indices} if indices else {}
+
+
+def _read_token_rows(table: Weight, change: Weight, ids: Sequence[int]) -> Iterator[Tensor]:
+    rows = torch.cat([rows.float() for token in ids for rows in table.read(token, token + 1)])
+    yield rows + torch.cat([*change.read()])
+
+
 def _select(
     targets: Collection[Target], every: Collection[Target], are_parameters: bool
 ) -> set[str]:
@@ -486,7 +539,7 @@ def export_adapter(
         for name, weight in open_weights(checkpoint.path).items()
         if ".lora_" in name and not is_mtp_weight(name, checkpoint.config)
     }
-    layers = dict.fromkeys(name.rpartition(".lora_")[0] for name in adapters)
+    layers = dict.fromkeys(n.rpartition(".lora_")[0] for n in adapters if not n.endswith(ROWS))
     has_embedding = layers.pop("embed_tokens", "") is None
     is_tied = has_embedding and checkpoint.config.tied_embeddings
     trained_with = open_merged(checkpoint, base, without_adapters=True)
@@ -517,12 +570,15 @@ def export_adapter(
     every = list_targets(
         mapping, [n for n in matrices if not is_mtp_weight(n, checkpoint.config)], shapes
     )
-    config = _peft_config(lora, targets, every, has_embedding, is_tied, saved)
+    tables, fields = _table_weights(trained_with, adapters, lora, mapping)
+    names = [*saved, *(name for name in tables if not name.endswith(ROWS_SUFFIX))]
+    is_tied |= checkpoint.config.tied_embeddings and bool(lora.modules_to_save)
+    config = _peft_config(lora, targets, every, has_embedding, is_tied, names) | fields
     config["base_model_name_or_path"] = manifest.get("imported")
     weights = _peft_weights(targets)
     embedding_name = mapping.hf_name("embed_tokens")
     weights |= _embedding_weights(adapters, trained_with, embedding_name, is_tied)
-    weights |= {name: trained_with[ours] for name, ours in saved.items()}
+    weights |= {name: trained_with[ours] for name, ours in saved.items()} | tables
     with publish_directory(out) as directory:
         num_bytes = write_weight_file(directory / WEIGHTS, weights, dtype)
         write_companions(directory)

@@ -6,7 +6,9 @@ layers.  Then each of these gets the A of the module and its own rows of B, so b
 the same.  If B is block-diagonal, as in weft's exports, each layer gets only its part of A.
 
 A file may also have weights of the base model, of ``modules_to_save`` or of adapted embeddings.
-They take the place of the base model's, and are frozen like these.
+They take the place of the base model's.  Embedding and head are trained further if
+``modules_to_save`` names them; other weights are frozen.  Rows of ``trainable_token_indices``
+become changes of the base model's rows.
 
 Nothing is written here, and every error is reported before a weight is imported.
 """
@@ -16,8 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +35,18 @@ from weft.config.errors import ConfigErrors
 from weft.config.schema import LoraSection
 from weft.models.family import Family
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, printable
+from weft.parallel.lora_rows import TABLES
+from weft.plan.lora_plan import row_tables
 from weft.plan.matrices import list_matrices
+from weft.plan.vocabulary import round_rows
 from weft.tools.hf_convert import DTYPES, path_exists
 from weft.tools.hf_weights import list_hf_tensors
 from weft.tools.inference_model import is_mtp_weight
 from weft.tools.peft_config import CONFIG, PeftConfig, read_peft_config
 from weft.tools.peft_export import (
     PREFIX,
+    ROWS,
+    ROWS_SUFFIX,
     WEIGHTS,
     Target,
     column_lengths,
@@ -54,6 +62,7 @@ KINDS = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".lora_embedding_A": "embedding_A",
     ".lora_embedding_B": "embedding_B",
+    ROWS_SUFFIX: "rows",
 }
 MAX_PROBLEMS = 5
 MIX_REMEDY = "use the adapter with the model it was trained for"
@@ -68,6 +77,9 @@ class Adapter(NamedTuple):
         lengths: DoRA's lengths of rows (of an embedding, columns) by weft's module.
         saved: weights that replace the base model's, by weft's name.
         saved_names: their names in the file, with weft's names.
+        tables: embedding and head that are trained further in full.
+        rows: rows of trained tokens, by weft's module.
+        token_ids: the tokens, ascending as the rows.
     """
 
     section: dict[str, Any]
@@ -75,11 +87,22 @@ class Adapter(NamedTuple):
     lengths: dict[str, Weight]
     saved: dict[str, Weight]
     saved_names: dict[str, str]
+    tables: tuple[str, ...] = ()
+    rows: Mapping[str, Weight] = MappingProxyType({})
+    token_ids: tuple[int, ...] = ()
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors that it adds to a checkpoint."""
-        return [*self.weights, *(f"{name}.lora_magnitude.weight" for name in self.lengths)]
+    def lora_section(self, path: str = "", given: LoraSection | None = None) -> LoraSection:
+        """Return the section ``[lora]`` of a run that trains the adapter.
+
+        Args:
+            path: the value of ``lora.path``.
+            given: tables and tokens that the run trains, too.
+        """
+        given = given or LoraSection()
+        tables = dict.fromkeys((*self.tables, *given.modules_to_save))
+        fields = {"path": path, **self.section, "modules_to_save": tuple(tables)}
+        ids = tuple(sorted({*self.token_ids, *given.token_ids}))
+        return LoraSection.model_validate(fields | {"trainable_tokens": ids or "auto"})
 
     def apply(
         self, base: Mapping[str, Weight], lora: LoraSection, family: Family, config: Any
@@ -100,7 +123,25 @@ class Adapter(NamedTuple):
             )
             for name, lengths in self.lengths.items()
         }
+        for table in (each.name for each in row_tables(config, lora)):
+            size = torch.Size((len(lora.token_ids), weights[f"{table}.weight"].shape[1]))
+            read = partial(self._read_rows, table, frozen[f"{table}.weight"], lora.token_ids)
+            changes[f"{table}{ROWS}"] = Weight(size, read)
         return weights | self.weights | changes
+
+    def _read_rows(self, table: str, frozen: Weight, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the changes of rows: zeros for tokens that the adapter does not train."""
+        known = {}
+        if table in self.rows:
+            known = dict(zip(self.token_ids, torch.cat([*self.rows[table].read()]), strict=True))
+        change_ND = torch.zeros(len(ids), frozen.shape[1])
+        first = 0
+        for rows in frozen.read():
+            for i, token in enumerate(ids):
+                if token in known and first <= token < first + len(rows):
+                    change_ND[i] = known[token].float() - rows[token - first].float()
+            first += len(rows)
+        yield change_ND
 
 
 def _read_change(lengths: Weight, weight: Weight, name: str) -> Iterator[Tensor]:
@@ -184,7 +225,10 @@ class _Reader:
     def read(self) -> Adapter | None:
         """Return the adapter; None after an error."""
         groups, others = self._group()
+        rows = {path: names.pop("rows") for path, names in groups.items() if "rows" in names}
+        groups = {path: names for path, names in groups.items() if names}
         saved = self._saved(others)
+        token_rows = self._token_rows(rows)
         embedding = groups.pop(self.mapping.hf_name("embed_tokens"), {})
         tied_head = groups.pop("lm_head", {}) if self.is_tied else {}
         places = list_places(self.mapping, self.layers, self.shapes, self.peft)
@@ -204,7 +248,48 @@ class _Reader:
             self.errors.add(WEIGHTS, "has no adapters of LoRA", "use another adapter")
         if self.errors:
             return None
-        return self._build([pair for pair in pairs if pair], embedding, saved)
+        built = self._build([pair for pair in pairs if pair], embedding, saved)
+        if built is None:
+            return None
+        tables = tuple(
+            table
+            for table in TABLES
+            if table in self.peft.modules_to_save and f"{table}.weight" in saved.values()
+        )
+        ids = sorted({*chain(*self.peft.token_indices.values())}) if token_rows else ()
+        return built._replace(tables=tables, rows=token_rows, token_ids=tuple(ids))
+
+    def _token_rows(self, names: Mapping[str, str]) -> dict[str, Weight]:
+        """Return the rows of trained tokens by weft's module, ascending by id."""
+        rows, indices = {}, self.peft.token_indices
+        field = f"{CONFIG} trainable_token_indices"
+        if len({frozenset(ids) for ids in indices.values()}) > 1:
+            rule, remedy = (
+                "names other tokens for the head than for the embedding",
+                "train the same",
+            )
+            self.errors.add(field, rule, remedy)
+            return {}
+        for path, name in names.items():
+            table = next(
+                (t for t in TABLES if self.mapping.hf_name(f"{t}.weight") == f"{path}.weight"), ""
+            )
+            ids = indices.get(path.rpartition(".")[2], ())
+            if f"{table}.weight" not in self.shapes or not ids:
+                rule = "has rows of tokens, but is no table of this model"
+                rule = rule if ids else f"has rows of tokens that {field} does not name"
+                self.errors.add(printable(path), rule, MIX_REMEDY)
+                continue
+            vocabulary, width = self.shapes[f"{table}.weight"]
+            self._check_shape(name, (len(ids), width))
+            if max(ids) >= vocabulary:
+                rule = f"has a row for token {max(ids)}, but the model has {vocabulary} rows"
+                remedy = f"use --model.vocab_size {round_rows(max(ids) + 1, vocabulary)}, or "
+                self.errors.add(printable(path), rule, remedy + MIX_REMEDY)
+            order = sorted(range(len(ids)), key=ids.__getitem__)
+            read = partial(_read_ordered, self.contents, name, order)
+            rows[table] = Weight(torch.Size((len(ids), width)), read)
+        return rows
 
     def _group(self) -> tuple[dict[str, dict[str, str]], list[str]]:
         """Return names of tensors by path and kind, and the names of other tensors."""
@@ -429,6 +514,10 @@ class _Reader:
 
 def _read_rows(contents: Contents, name: str, first: int, stop: int) -> Iterator[Tensor]:
     yield read_tensor(contents, name)[first:stop]
+
+
+def _read_ordered(contents: Contents, name: str, order: Sequence[int]) -> Iterator[Tensor]:
+    yield read_tensor(contents, name)[order]
 
 
 def _read_embedding(contents: Contents, name: str, which: str) -> Iterator[Tensor]:

@@ -73,7 +73,7 @@ TEXTS = (
 )
 LISTS = (
     *("model.converters", "*.filter_fqns", "plugins", "*datasets", "report_to"),
-    *("pretraining_dataset", "*target_modules", "tokens", "*special_tokens"),
+    *("pretraining_dataset", "*target_modules", "*modules_to_save", "tokens", "*special_tokens"),
 )
 KTO_NAMES = ("desirable_weight", "undesirable_weight")
 # Names of TRL's trainers of preferences.

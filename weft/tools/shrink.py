@@ -117,7 +117,8 @@ def shrink(plan: Plan, ranks: int, steps: int, keep: Collection[str] = ()) -> Ca
     errors: list[ConfigError] = []
     for batch, fields in candidates:
         threshold = {"param_persistence_threshold": _param_persistence_threshold(plan, fields)}
-        candidate = replace(small_job, train=batch, model=fields, parallel=threshold)
+        rows = _shrink_token_ids(plan.job, fields)
+        candidate = replace(small_job, train=batch, model=fields, parallel=threshold, lora=rows)
         try:
             small_plan = resolve(candidate, machine)
         except InvalidConfig as error:
@@ -488,6 +489,12 @@ def _decoder_sizes(config: DecoderConfig, fields: Mapping[str, Any], unit: int) 
         for name in ("rope_short_factors", "rope_long_factors"):
             sizes[name] = getattr(config, name)[: rope_dim // 2]
     return sizes
+
+
+def _shrink_token_ids(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return as many tokens with trained rows as the smaller vocabulary has."""
+    ids, size = job.lora.token_ids, fields.get("vocab_size")
+    return {"trainable_tokens": sorted({id % size for id in ids})} if ids and size else {}
 
 
 def _param_persistence_threshold(plan: Plan, fields: dict[str, Any]) -> int:

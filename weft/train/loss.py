@@ -58,7 +58,7 @@ sequence, A answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -210,6 +210,13 @@ def chunk_tokens(tokens: int, vocab_size: int, compiled: bool) -> int:
     return tokens if tokens <= limit else 1 << (limit.bit_length() - 1)
 
 
+class AddedRows(NamedTuple):
+    """Changes of rows of the output weight, ``[M, D]``, and their indices, (M,)."""
+
+    values_MD: Tensor
+    columns_M: Tensor
+
+
 def linear_cross_entropy(
     x_BTD: Tensor,
     weight_VD: Tensor,
@@ -217,6 +224,7 @@ def linear_cross_entropy(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     chunk_size: int,
     scales_BT: Tensor | None = None,
+    rows: AddedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of ``x @ weight.T``, with the logits of a chunk at a time.
 
@@ -227,6 +235,7 @@ def linear_cross_entropy(
         loss_fn: returns the loss of each token, (1, n), of logits (1, n, V) and targets (1, n).
         chunk_size: number of tokens of a chunk.
         scales_BT: factors of the tokens' losses in the sum, also (B, 1); None: 1.
+        rows: added to some rows of the weight; None: nothing.
 
     Returns:
         The sum of the losses, a float32 scalar; and the loss of each token, float32 (B, T), without
@@ -234,54 +243,64 @@ def linear_cross_entropy(
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     scales_N = None if scales_BT is None else scales_BT.expand_as(targets_BT).flatten()
-    needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    weights = [weight_VD] if rows is None else [weight_VD, rows.values_MD]
+    trained = [weight for weight in weights if weight.requires_grad]
+    needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or bool(trained))
     losses_N = torch.empty(len(targets_N), device=x_ND.device)
     gradients = _compute_chunks(
-        x_ND, weight_VD, targets_N, loss_fn, chunk_size, needs_grad, losses_N, scales_N
+        x_ND, weights, targets_N, loss_fn, chunk_size, needs_grad, losses_N, scales_N, rows
     )
     total = losses_N.sum() if scales_N is None else losses_N @ scales_N
     losses_BT = losses_N.view_as(targets_BT)
     if not needs_grad:
         return total, losses_BT
-    tensors = (x_ND, weight_VD)[: len(gradients)]
-    return run_function(_KnownGradients, total, *tensors, *gradients), losses_BT
+    return run_function(_KnownGradients, total, x_ND, *trained, *gradients), losses_BT
 
 
 @torch.no_grad()
 def _compute_chunks(
     x_ND: Tensor,
-    weight_VD: Tensor,
+    weights: Sequence[Tensor],
     targets_N: Tensor,
     loss_fn: Any,
     chunk_size: int,
     needs_grad: bool,
     losses_N: Tensor,
     scales_N: Tensor | None,
+    rows: AddedRows | None,
 ) -> list[Tensor]:
     """Write ``losses_N``, and compute the gradients of their sum chunk by chunk.
 
     Returns:
-        The gradient of ``x_ND``; unless it is frozen, that of the weight in float32.  An empty list
-        without ``needs_grad``.
+        The gradient of ``x_ND``, and of each trained weight, in float32.  An empty list without
+        ``needs_grad``.
     """
+
+    def compute_logits(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        logits = F.linear(x, weights[0])
+        if rows is not None:
+            logits = logits.index_add(-1, rows.columns_M, F.linear(x, weights[1]))
+        return logits[None]
+
     columns = (x_ND, targets_N, losses_N, *(() if scales_N is None else (scales_N,)))
     chunks = zip(*(torch.split(column, chunk_size) for column in columns), strict=True)
     if not needs_grad:
         for x, targets, losses, *_ in chunks:
-            losses.copy_(loss_fn(F.linear(x, weight_VD)[None], targets[None])[0])
+            losses.copy_(loss_fn(compute_logits(x, weights), targets[None])[0])
         return []
     grad_x_ND = torch.empty_like(x_ND)
     # In float32, because it is a sum over many chunks.
-    sums = [torch.zeros_like(weight_VD, dtype=torch.float32)] * weight_VD.requires_grad
-    weight = weight_VD.detach().requires_grad_(weight_VD.requires_grad)
+    leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in trained]
     for (x, targets, losses, *scales), grad_x in zip(
         chunks, torch.split(grad_x_ND, chunk_size), strict=True
     ):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            chunk_losses = loss_fn(F.linear(x, weight)[None], targets[None])[0]
+            chunk_losses = loss_fn(compute_logits(x, leaves), targets[None])[0]
             loss = chunk_losses @ scales[0] if scales else chunk_losses.sum()
-        chunk_grad_x, *grad_weights = torch.autograd.grad(loss, (x, *[weight] * len(sums)))
+        chunk_grad_x, *grad_weights = torch.autograd.grad(loss, (x, *trained))
         grad_x.copy_(chunk_grad_x)
         for total, gradient in zip(sums, grad_weights, strict=True):
             total += gradient

@@ -43,7 +43,7 @@ from weft.parallel.private import (
     create_tcp_store,
     enable_expandable_segments,
 )
-from weft.plan.lora_plan import is_magnitude, lora_lr_factor
+from weft.plan.lora_plan import is_change, lora_lr_factor
 from weft.plan.plan import Plan
 from weft.train.machine import is_launched_rank
 from weft.train.step import TrainStep
@@ -214,7 +214,7 @@ def build(plan: Plan, rank: Rank) -> Built:
         trainable_parameters(model_parts),
         job.optim,
         lookup(plan.optimizer, OPTIMIZERS),
-        lambda name: not is_magnitude(name) and family.has_weight_decay(name),
+        lambda name: not is_change(name) and family.has_weight_decay(name),
         {
             param
             for part in model_parts

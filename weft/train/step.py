@@ -33,6 +33,7 @@ from weft.parallel.context_parallel import gather_values, shard_documents, split
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.dispatchers import find_overflow
 from weft.parallel.float8 import Float8AllGather
+from weft.parallel.lora_rows import TokenRows, find_head_rows
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
@@ -42,6 +43,7 @@ from weft.parallel.token_split import Split, shard_sequence
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
 from weft.train.loss import (
+    AddedRows,
     SequenceLosses,
     build_objective,
     chunk_tokens,
@@ -124,9 +126,11 @@ class TrainStep:
             stages, last_stage = self._stages, len(plan.pipeline.stages) - 1
             last_part = model_parts[stages.index(last_stage)] if last_stage in stages else None
         self._head_weight: Callable[[], Tensor] | None = None
+        self._head_rows: TokenRows | None = None
         if fused_loss and last_part is not None:
             assert family.enable_fused_loss is not None
             self._head_weight = family.enable_fused_loss(last_part)
+            self._head_rows = find_head_rows(last_part)
         self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
         self._owns_targets = cp_rank == 0 or not self._gathers_losses
         is_first = mesh.coordinates["tp"] == 0 and self._owns_targets
@@ -387,6 +391,7 @@ class TrainStep:
                 loss_BC = losses.loss_B.view(len(losses.loss_B), -1)
                 total = (loss_BC if scales_B1 is None else loss_BC * scales_B1).sum(0)
             else:
+                rows = self._head_rows
                 total, losses_BT = linear_cross_entropy(
                     output,
                     self._head_weight(),
@@ -394,6 +399,7 @@ class TrainStep:
                     self._cross_entropy,
                     self._chunk_tokens,
                     weights_BT if scales_B1 is None else _multiply(scales_B1, weights_BT),
+                    None if rows is None else AddedRows(rows.local_rows(), rows.columns_M),
                 )
                 losses = self.objective.losses(_multiply(losses_BT, weights_BT), batch)
             if self.owns_loss:
