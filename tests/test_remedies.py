@@ -63,7 +63,7 @@ MACHINES = {
     ),
 }
 OWN_MODEL = ("demo", "moe-demo", "llama3-8b", "llama3-70b", "qwen3-30b-a3b")
-ANY_MODEL = ("pretrain", "chat", "dpo", "lora", "qlora")
+ANY_MODEL = ("pretrain", "chat", "dpo", "lora", "qlora", "reward")
 LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
 
 

@@ -13,7 +13,7 @@ from weft.config.files import write_json
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, RunSection
 from weft.models import FAMILIES
-from weft.models.hf_mapping import to_hf_config
+from weft.models.hf_mapping import SCORE_HEAD, to_hf_config
 from weft.plan.model_config import resolve_model
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import (
@@ -182,7 +182,7 @@ def test_every_recipe_is_tested() -> None:
     assert expected == set(recipe_names())
 
 
-ANY_MODEL = ("chat", "dpo", "lora", "pretrain", "qlora")
+ANY_MODEL = ("chat", "dpo", "lora", "pretrain", "qlora", "reward")
 
 
 @pytest.mark.parametrize("recipe", ANY_MODEL)
@@ -198,6 +198,8 @@ def test_plan_recipe_of_any_model_takes_the_model_of_the_path(recipe: str, tmp_p
         return plan_recipe(recipe, overrides, [], None, lambda device: Machine("cpu", 2))[0]
 
     made = plan(("model.path", str(path)))
+    if recipe == "reward":
+        config = config.model_copy(update=SCORE_HEAD)
     assert (made.model, made.job.model.kind, made.seq_len) == (config, "qwen3", 512)
     assert made.job.data.tokenizer == str(path / "tokenizer.json")
     assert made.run_path.name == f"Tiny-Qwen-{recipe}"

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.family_draws import draw_config
 from tests.models.test_families import save_tokenizer, transformers_model
+from tests.models.test_score_heads import build_scored
 from tests.tools.test_peft_export import write_run
 from weft.cli.main import main
 from weft.tools import hf_convert
-from weft.tools.export_proof import PROOF_FILE
+from weft.tools.export_proof import PROOF_FILE, ProofFailed, prove_export
 from weft.tools.hf_import import import_model
+from weft.tools.inference_model import find_checkpoint
 
 pytestmark = pytest.mark.system
 
@@ -183,3 +185,18 @@ def test_proof_of_an_adapter_without_its_base_is_refused(
     assert main(["export", str(run), str(out), "--adapter", "--prove"]) == 2
     assert "needs the base model of the adapter" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_proof_of_a_reward_model_compares_scores(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    build_scored("llama", tmp_path / "source")
+    import_model(tmp_path / "source", run, lambda progress: None, force=True)
+    assert main(["export", str(run), str(out), "--prove"]) == 0
+    checks = read_proof(out)["checks"]
+    assert checks["logits"]["positions"] == 4
+    assert "greedy" not in checks
+    change_weights(out, lambda tensors: tensors["score.weight"].mul_(1.1))
+    checkpoint = find_checkpoint(run)
+    with pytest.raises(ProofFailed, match="computes other logits"):
+        prove_export(checkpoint, out, torch.float32, adapter=False)

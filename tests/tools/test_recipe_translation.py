@@ -654,6 +654,36 @@ def test_trl_config_as_saved_is_translated(
     assert found.unsupported == {}
 
 
+def test_trl_reward_config_as_saved_is_translated(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    config = trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=9)
+    found = translate(tmp_path, "a.json", config.to_json_string())
+    names = ("train.objective", "data.format", "data.overlong", "optim.lr")
+    assert keys_of(found, *names) == ("reward", "preferences", "skip", 1e-4)
+    assert "train.reward_center_coef" not in found.recipe
+    assert found.unsupported == {}
+    options = {"center_rewards_coefficient": 0.01}
+    found = translate(tmp_path, "b.json", json.dumps(PAIR_DATA | options))
+    assert found.recipe["train.reward_center_coef"] == 0.01
+    assert read_written(tmp_path, found)[2] == []
+
+
+def test_axolotl_reward_model_is_translated(tmp_path: Path) -> None:
+    lines = [
+        *("reward_model: true", "num_labels: 1", "center_rewards_coefficient: 0.01"),
+        "model_type: AutoModelForSequenceClassification",
+        "datasets: [{path: x/y, type: bradley_terry.chat_template}]",
+    ]
+    kept = [line for line in SMALL_AXOLOTL.splitlines() if not line.startswith("datasets")]
+    found = translate(tmp_path, "a.yaml", "\n".join([*kept, *lines]))
+    names = ("train.objective", "data.format", "train.reward_center_coef", "data.path")
+    assert keys_of(found, *names) == ("reward", "preferences", 0.01, "hf://x/y")
+    assert {key.partition(" ")[0] for key in found.unsupported} <= {
+        "saves_per_epoch",
+        "warmup_ratio",
+    }
+
+
 def test_trl_beta_alone_notes_that_orpo_has_it_too(tmp_path: Path) -> None:
     found = translate(tmp_path, "a.json", json.dumps(PAIR_DATA | {"beta": 0.1}))
     assert found.recipe["train.objective"] == "dpo"
@@ -1004,7 +1034,7 @@ def test_axolotl_value_that_weft_cannot_take_is_listed(tmp_path: Path, line: str
     assert any(entry.startswith(name) for entry in found.unsupported)
 
 
-@pytest.mark.parametrize("line", ["rl: grpo", "reward_model: true"])
+@pytest.mark.parametrize("line", ["rl: grpo", "process_reward_model: true"])
 def test_axolotl_with_another_loss_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidConfig, match="a loss that weft does not have"):
         translate(tmp_path, "a.yaml", SMALL_AXOLOTL + line)

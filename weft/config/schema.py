@@ -197,8 +197,8 @@ class DataSection(Section):
         "text",
         "content of data.path. text: documents; chat: JSONL lines with messages, or with prompt "
         "and response; preferences: JSONL lines with prompt, chosen and rejected, for "
-        "train.objective=dpo; unpaired: JSONL lines with prompt, completion and label, for "
-        "train.objective=kto",
+        "train.objective=dpo or reward; unpaired: JSONL lines with prompt, completion and label, "
+        "for train.objective=kto",
     )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
     add_tokens: tuple[Text, ...] = key(

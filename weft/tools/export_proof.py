@@ -194,6 +194,7 @@ def prove_export(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype, adapt
     tokenizer, _ = load_tokenizer(checkpoint.run_dir / "tokenizer.json")
     request = {
         "directory": str(out),
+        "has_scores": checkpoint.has_score_head,
         "base": find_adapter_base(checkpoint) if adapter else "",
         "sequences": samples.sequences,
         "prompts": samples.prompts,
@@ -213,14 +214,15 @@ def prove_export(checkpoint: CheckpointRef, out: Path, dtype: torch.dtype, adapt
         num_elements = None if adapter else answer["num_elements"]
         proof.check_loading(answer["loading"], num_elements, out, dtype)
         proof.check_texts(texts, conversations, answer)
-        ends, theirs = sorted(chat_format.end_tokens), sorted(answer["end_tokens"])
-        proof.add(
-            "end_tokens",
-            "" if ends == theirs else f"stops at the tokens {theirs}, but weft at {ends}",
-            tokens=theirs,
-        )
         model = proof.check_logits(logits, dtype, adapter)
-        proof.check_continuations(answer["continuations"], model, chat_format)
+        if not checkpoint.has_score_head:
+            ends, theirs = sorted(chat_format.end_tokens), sorted(answer["end_tokens"])
+            proof.add(
+                "end_tokens",
+                "" if ends == theirs else f"stops at the tokens {theirs}, but weft at {ends}",
+                tokens=theirs,
+            )
+            proof.check_continuations(answer["continuations"], model, chat_format)
     return proof.write(out, dtype)
 
 
@@ -234,6 +236,13 @@ def draw_samples(checkpoint: CheckpointRef, chat_format: ChatFormat) -> Samples:
         except (WeftError, OSError):
             origin = "random tokens, because the run's validation set cannot be read"
     longest = min(MAX_LENGTH, checkpoint.config.max_seq_len)
+    if checkpoint.has_score_head:  # conversations of several lengths, each with one score
+        rows = [
+            (tokens[: end + 1], targets[: end + 1])
+            for tokens, targets in rows
+            if any(targets)
+            for end in [targets.index(True)]
+        ]
     sequences = [tokens[:longest] for tokens, _ in rows[:NUM_SEQUENCES]]
     # In a conversation the prompt ends where the first answer begins.
     starts = [next((i for i, t in enumerate(targets) if t), 0) for _, targets in rows]
@@ -248,6 +257,10 @@ def draw_samples(checkpoint: CheckpointRef, chat_format: ChatFormat) -> Samples:
         size = min(checkpoint.config.vocab_size, required_vocab_size(chat_format.tokenizer))
         shape = (NUM_SEQUENCES, min(64, longest))
         sequences = torch.randint(0, size, shape, generator=generator).tolist()
+        if checkpoint.has_score_head:  # an answer ends in no padding
+            sequences = [[*ids[:-1], min(chat_format.end_tokens)] for ids in sequences]
+    if checkpoint.has_score_head:
+        return Samples(origin, sequences, [], 0)
     prompts = prompts[:NUM_PROMPTS] or [encode_prompt(SAMPLE_TEXTS[0], chat_format)]
     room = chat_format.max_context - max(map(len, prompts))
     return Samples(origin, sequences, prompts, max(1, min(MAX_NEW_TOKENS, room)))
@@ -258,7 +271,12 @@ def read_validation_rows(checkpoint: CheckpointRef) -> list[tuple[list[int], lis
     job = checkpoint.job
     path = prepare_eval_data(checkpoint, job, True, Console(quiet=True))
     mixture = build_mixture(
-        open_dataset(path), "validation", job.train.seq_len, job.data, job.train.seed
+        open_dataset(path),
+        "validation",
+        job.train.seq_len,
+        job.data,
+        job.train.seed,
+        checkpoint.has_score_head,
     )
     rows = []
     for batch in islice(evaluation_batches(mixture, 2 * NUM_SEQUENCES, 0, 1, 1), 2 * NUM_SEQUENCES):
@@ -496,13 +514,16 @@ class Proof:
                 f"{out}: the export is not what the run is, by {versions or 'transformers'}:"
                 f"{reasons}\n  {out / PROOF_FILE} has the figures."
             )
-        prompts = self._checks["greedy"]["prompts"]
-        lengths = " and ".join(str(each["tokens"]) for each in prompts)
-        ends = sum(each["ends"] for each in prompts)
+        outputs, greedy = "scores", ""
+        if not self._checkpoint.has_score_head:
+            prompts = self._checks["greedy"]["prompts"]
+            lengths = " and ".join(str(each["tokens"]) for each in prompts)
+            ends = sum(each["ends"] for each in prompts)
+            outputs, greedy = "logits", f"greedy texts of {lengths} tokens are equal, {ends} of "
+            greedy += f"{len(prompts)} to an end token; "
         return (
-            f"proved with {versions}: logits differ by {self._difference:.1e} (bound "
-            f"{self._bound:.1e}) on {self._samples.origin}; greedy texts of {lengths} tokens are "
-            f"equal, {ends} of {len(prompts)} to an end token; all "
+            f"proved with {versions}: {outputs} differ by {self._difference:.1e} (bound "
+            f"{self._bound:.1e}) on {self._samples.origin}; {greedy}all "
             f"{self._checks['tensors']['tensors']} tensors are used. See {out / PROOF_FILE}"
         )
 
@@ -537,10 +558,12 @@ def round_weights(
 
 
 def compute_logits(model: LanguageModel, sequences: Sequence[list[int]]) -> list[Tensor]:
-    """Return the logits [T, V] of each sequence."""
+    """Return the logits [T, V] of each sequence, or its score [1, 1]."""
     results = []
     for ids in sequences:
         indices = torch.arange(len(ids))
+        if getattr(model.config, "score_head", False):
+            indices = indices[-1:]
         results.append(model.logits(torch.tensor([ids]), torch.zeros_like(indices), indices, None))
     return results
 

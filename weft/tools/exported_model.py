@@ -24,7 +24,10 @@ def load_model(request: dict[str, Any], answer: dict[str, Any]) -> Any:
 
     model_path = request["base"] or request["directory"]
     config = transformers.AutoConfig.from_pretrained(model_path)
-    model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    known: Any = transformers.AutoModelForCausalLM
+    if request["has_scores"]:
+        known = transformers.AutoModelForSequenceClassification
+    model_class = known._model_mapping[type(config)]
     # Lists of names about which transformers says nothing.
     for silent in ("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing"):
         setattr(model_class, silent, None)
@@ -100,6 +103,8 @@ def encode_texts(request: dict[str, Any], answer: dict[str, Any]) -> None:
 @torch.no_grad()
 def compute(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Tensor]:
     """Return the logits of the sequences; add greedy continuations of prompts."""
+    if request["has_scores"]:
+        return compute_scores(request, answer)
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_pretrained(request["directory"])
@@ -126,6 +131,21 @@ def compute(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Tensor
         )
         answer["continuations"].append(out[0, len(ids) :].tolist())
     return logits
+
+
+@torch.no_grad()
+def compute_scores(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a reward model's score of each sequence, at its last token, [1, 1]."""
+    model = load_model(request, answer)
+    rows: list[list[int]] = request["sequences"]
+    width, padding = max(map(len, rows)), model.config.pad_token_id
+    if padding is None:  # then each row is computed alone
+        scores = torch.cat([model(torch.tensor([ids])).logits for ids in rows])
+    else:
+        padded = torch.tensor([ids + [padding] * (width - len(ids)) for ids in rows])
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in rows])
+        scores = model(padded, attention_mask=mask).logits
+    return {str(i): score[None].float().contiguous() for i, score in enumerate(scores)}
 
 
 def main(request_path: Path, answer_path: Path) -> None:

@@ -369,8 +369,8 @@ def _with_padding(
         named += [i for i, content in sorted(others.items()) if word in content.lower()]
     padding = next((token for token in named if token not in end_tokens), None)
     names = special.names
-    if padding is not None and (content := tokenizer.id_to_token(padding)) is not None:
-        names = names | {"pad_token": content}
+    if padding in others:  # another token would become a special one, and split texts
+        names = names | {"pad_token": others[padding]}
     return special._replace(ids=special.ids | {"pad_token_id": padding}, names=names)
 
 

@@ -1402,18 +1402,18 @@ def _from_huggingface(t: Translation) -> None:
     v = t.values
     if other := sorted(t.given & set(t.tables["other_trainers"])):
         rule = "is a name of a trainer whose loss weft does not have"
-        remedy = (
-            "files of SFT, DPO, ORPO, SimPO and KTO are translated; train.objective=module:function"
-        )
+        remedy = "files of SFT, DPO, ORPO, SimPO, KTO and reward models are translated; "
+        remedy += "train.objective=module:function"
         raise InvalidConfig([ConfigError(other[0], v[other[0]], rule, remedy)])
     is_dpo = any(n in v for n in PREFERENCE_NAMES)
+    is_reward = "center_rewards_coefficient" in v
     is_sft = any(n in v for n in ("max_length", "packing", "assistant_only_loss"))
-    if is_dpo or is_sft:
+    if is_dpo or is_sft or is_reward:
         for name, value in t.tables["trl_defaults"].items():
             v.setdefault(name, value)
         v["bf16"] = not v.get("fp16") if v.get("bf16", "") == "" else v["bf16"]
         if "learning_rate" not in t.given:
-            v["learning_rate"] = 1e-6 if is_dpo else 2e-5
+            v["learning_rate"] = 1e-4 if is_reward else 1e-6 if is_dpo else 2e-5
     if not v.get("test_split_size"):
         _note_holdout(t)
     if "model_name_or_path" not in v:
@@ -1446,7 +1446,14 @@ def _from_huggingface(t: Translation) -> None:
         t.set("data.path", _hub_data(dataset, config, split), "dataset_name")
     else:
         t.notes.append("The file names no data, which a script loads: set data.path.")
-    if is_dpo:
+    if is_reward:
+        t.set("data.format", "preferences", "center_rewards_coefficient")
+        t.set("train.objective", "reward", "center_rewards_coefficient")
+        t.set("data.overlong", "skip", note="TRL drops longer pairs")
+        t.notes.append("max_length is for one answer; train.seq_len covers both of a pair.")
+        if v["center_rewards_coefficient"] in (None, ""):
+            t.take("center_rewards_coefficient")
+    elif is_dpo:
         t.skip("label_smoothing_factor", "DPO of TRL does not read it")
         _trl_preferences(t)
     elif is_sft and "dataset_text_field" not in v:
@@ -1454,7 +1461,7 @@ def _from_huggingface(t: Translation) -> None:
     elif is_sft:
         wrapped = bool(v.get("packing")) and v.get("packing_strategy") == "wrapped"
         t.set("data.packing", "windows" if wrapped else "best_fit", "packing_strategy")
-    if is_dpo or is_sft:
+    if is_dpo or is_sft or is_reward:
         t.values.setdefault("max_length", 1024)
         if not v.get("max_length"):
             t.take("max_length")
@@ -1463,12 +1470,12 @@ def _from_huggingface(t: Translation) -> None:
             t.take("truncation_mode")
             note = f"{t.config.title} cuts answers at max_length, weft compares no cut answers"
             t.set("data.overlong", "skip", "truncation_mode", note=note)
-        elif "truncation_mode" not in v:
+        elif "truncation_mode" not in v and not is_reward:
             note = f"{t.config.title} cuts sequences at max_length"
             t.set("data.overlong", "truncate", note=note)
     else:
         t.notes.append("TrainingArguments have no sequence length: set train.seq_len.")
-    if is_sft and not is_dpo and not v.get("packing"):
+    if is_sft and not (is_dpo or is_reward) and not v.get("packing"):
         _note_packing(t)
     if t.recipe.get("data.format") == "chat" and not v.get("assistant_only_loss"):
         t.notes.append(
@@ -1714,7 +1721,7 @@ def _find_dataset_dir(t: Translation, name: str) -> Path:
 
 def _from_axolotl(t: Translation) -> None:
     v = t.values
-    for name in ("rl", "reward_model", "process_reward_model"):
+    for name in ("rl", "process_reward_model"):
         if v.get(name) and v[name] not in OBJECTIVE_NAMES[1:]:
             rule = "names a loss that weft does not have"
             remedy = f"train.objective is {', '.join(OBJECTIVE_NAMES)}, or module:function"
@@ -1836,6 +1843,9 @@ def _axolotl_path(t: Translation, entry: dict[str, Any]) -> str:
 
 def _axolotl_data(t: Translation) -> None:
     rl = t.take("rl", "")
+    if t.take("reward_model"):
+        rl = "reward"
+        t.skip("model_type", "the recipe trains a reward model")
     datasets = t.take("datasets", "") or []
     texts = t.take("pretraining_dataset", "") or []
     if isinstance(texts, str):
@@ -1880,7 +1890,12 @@ def _axolotl_data(t: Translation) -> None:
         t.set("data.text_field", next(filter(None, fields)), "datasets.field")
     if len(set(map(str, fields))) > 1:
         t.lack("datasets.field", ", ".join(map(str, fields)), "all sources have one text_field")
-    if rl:
+    if rl == "reward":
+        t.set("data.format", "preferences", "reward_model")
+        t.set("train.objective", "reward", "reward_model")
+        if not t.values.get("center_rewards_coefficient"):
+            t.take("center_rewards_coefficient")
+    elif rl:
         _axolotl_preferences(t, rl)
     elif texts or kind.startswith(("completion", "pretrain")):
         t.set("data.format", "text", "datasets.type")
