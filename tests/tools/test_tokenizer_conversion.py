@@ -89,6 +89,25 @@ def test_sentencepiece_model_is_converted_with_equal_ids(tmp_path: Path, cache: 
     assert not (directory / "tokenizer.json").exists()
 
 
+def test_scores_that_are_not_in_the_order_of_ids_decide_the_merges(tmp_path: Path) -> None:
+    """As in Mistral's tokenizers, where a double blank has the lowest score."""
+    content = sentencepiece_model(tmp_path)
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(content)
+    merged = [piece for piece in proto.pieces if piece.type == 1 and len(piece.piece) > 1]
+    scores = [piece.score for piece in merged]
+    for piece, score in zip(merged, reversed(scores), strict=True):
+        piece.score = score
+    directory = write_model(tmp_path / "model", proto.SerializeToString())
+    changed = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    before = SentencePieceProcessor(model_proto=content)
+    assert changed.encode("the fox and the key") != before.encode("the fox and the key")
+    tokenizer, _ = load_tokenizer(locate_model(str(directory)) / "tokenizer.json")
+    for text in ("the fox and the key", "  it's the river\n 12"):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == changed.encode(text)
+
+
 def test_ids_that_differ_from_the_original_are_refused(tmp_path: Path) -> None:
     """transformers reads the class LlamaTokenizer as BPE; this model is a unigram model."""
     directory = write_model(tmp_path / "model", sentencepiece_model(tmp_path, "unigram"))

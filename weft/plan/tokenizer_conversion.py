@@ -13,10 +13,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, models, normalizers
 from xxhash import xxh3_128
 
 from weft.config.errors import ConfigError, InvalidConfig
@@ -118,14 +119,13 @@ def _convert(directory: Path, original: Path, kind: str, target: Path) -> None:
 
     load: Any = AutoTokenizer.from_pretrained
     fast = load(directory, local_files_only=True, trust_remote_code=False)
-    tokenizer: Tokenizer = fast.backend_tokenizer
-    difference = _find_difference(tokenizer, original, kind)
-    if difference and kind == "SentencePiece":
-        # transformers does not put a blank before a text that begins with one.
-        prefix = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Sequence(prefix), None
-        difference = _find_difference(tokenizer, original, kind) and difference
-    if difference:
+    difference = ""
+    for tokenizer in _list_conversions(fast.backend_tokenizer, original, kind):
+        found = _find_difference(tokenizer, original, kind)
+        difference = found and (difference or found)
+        if not found:
+            break
+    else:
         raise ValueError(f"the ids of transformers' {type(fast).__name__} differ: {difference}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
@@ -140,6 +140,37 @@ def _convert(directory: Path, original: Path, kind: str, target: Path) -> None:
             if not target.exists():
                 raise
             shutil.rmtree(made)
+
+
+def _list_conversions(tokenizer: Tokenizer, original: Path, kind: str) -> Iterator[Tokenizer]:
+    """Yield the conversion of transformers, and what it may lack.
+
+    SentencePiece puts a blank before every text, also before one that begins with a blank, and
+    merges pieces by their scores, which are not always in the order of the ids.
+    """
+    yield tokenizer
+    if kind != "SentencePiece":
+        return
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    prefix = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Sequence(prefix), None
+    yield tokenizer
+    if isinstance(tokenizer.model, models.BPE):
+        from sentencepiece import SentencePieceProcessor
+        from transformers.tokenization_utils_base import generate_merges
+
+        pieces: Any = SentencePieceProcessor(model_file=str(original))
+        names = [pieces.id_to_piece(number) for number in range(pieces.get_piece_size())]
+        scores = {name: pieces.get_score(number) for number, name in enumerate(names)}
+        vocab = {name: number for number, name in enumerate(names)}
+        unknown = pieces.id_to_piece(pieces.unk_id())
+        tokenizer.model = models.BPE(
+            *(vocab, generate_merges(vocab, scores)),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+        yield tokenizer
 
 
 def _find_difference(tokenizer: Tokenizer, original: Path, kind: str) -> str:
