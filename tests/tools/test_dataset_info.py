@@ -78,6 +78,14 @@ ENTRIES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"q": "what is it?", "good": "it is what it is", "bad": "no"},
         [TURNS, [TURNS[0], ("assistant", "no")]],
     ),
+    "kto": (
+        {
+            **{"file_name": "a.json", "formatting": "sharegpt"},
+            "columns": {"messages": "conversations", "kto_tag": "kto_tag"},
+        },
+        {"conversations": [*SHAREGPT["conversations"], ANSWERS["chosen"]], "kto_tag": True},
+        TURNS,
+    ),
     "ranking of sharegpt": (
         {
             **{"file_name": "a.json", "formatting": "sharegpt", "ranking": True},
@@ -97,7 +105,9 @@ def test_entry_of_each_documented_form_reads_its_rows(name: str) -> None:
     assert found.unsupported == {}
     preferences = found.format == "preferences"
     assert preferences == bool(entry.get("ranking"))
-    form = RowFormat(preferences, found.fields, found.roles)
+    is_unpaired = found.format == "unpaired"
+    assert is_unpaired == (name == "kto")
+    form = RowFormat(preferences, found.fields, found.roles, is_unpaired)
     examples = parse_line(json.dumps(row).encode(), form)
     parsed = [[(m["role"], m["content"]) for m in example.messages] for example in examples]
     assert parsed == (turns if preferences else [turns])
@@ -207,8 +217,11 @@ def test_yaml_of_each_stage_has_its_format(tmp_path: Path) -> None:
     text = translate_file(write_yaml(tmp_path, "documents", "pt")).recipe
     assert (text["data.format"], text.get("data.text_field")) == ("text", "text")
     assert text["data.packing"] == "best_fit"
-    with pytest.raises(InvalidConfig, match="kto"):
-        translate_file(write_yaml(tmp_path, "alpaca", "kto"))
+    kto = translate_file(write_yaml(tmp_path, "kto", "kto")).recipe
+    keys = ("data.format", "train.objective", "train.preference_beta", "data.overlong")
+    assert [kto[key] for key in keys] == ["unpaired", "kto", 0.1, "skip"]
+    with pytest.raises(InvalidConfig, match="ppo"):
+        translate_file(write_yaml(tmp_path, "alpaca", "ppo"))
 
 
 def test_yaml_of_several_data_sets_and_options(tmp_path: Path) -> None:

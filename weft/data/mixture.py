@@ -74,6 +74,7 @@ def describe_overlap(stores: Sequence[Store], validation: Store, report: Report)
     digests = list(_hash_documents(validation))
     if count := sum(digest in seen for digest in digests):
         noun = {"text": "documents", "chat": "conversations", "preferences": "pairs"}
+        noun |= {"unpaired": "answers"}
         yield (
             f"{count:,} of {len(digests):,} {noun[validation.manifest.kind]} of "
             "data.validation_path are also training data, so the validation loss is too low. "

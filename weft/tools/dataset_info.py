@@ -131,6 +131,7 @@ def convert_entry(info: dict[str, Any], name: str, directory: Path, stage: str) 
     # weft finds its own names, and the first that a row has.
     fields = {weft: own for weft, own in fields.items() if own not in known[weft]}
     format = "preferences" if entry.get("ranking") else "chat"
+    format = "unpaired" if columns.get("kto_tag") else format
     return DatasetEntry(path, format, fields, roles, unsupported=unsupported)
 
 

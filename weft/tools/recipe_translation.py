@@ -1585,8 +1585,9 @@ def _from_llamafactory(t: Translation) -> None:
     """Translate to the names of transformers and TRL, and then as a file of theirs."""
     v = t.values
     stage, kind = t.take("stage", "sft"), t.take("finetuning_type", "lora")
-    if stage not in ("pt", "sft", "dpo", "rm"):
-        rule, remedy = "is a stage whose loss weft does not have", "pt, sft, dpo and rm are read"
+    if stage not in ("pt", "sft", "dpo", "rm", "kto"):
+        rule = "is a stage whose loss weft does not have"
+        remedy = "pt, sft, dpo, rm and kto are read"
         raise InvalidConfig([ConfigError("stage", stage, rule, remedy)])
     loss = t.take("pref_loss", "sigmoid")
     if stage == "dpo" and loss not in ("sigmoid", "ipo", "orpo", "simpo"):
@@ -1645,8 +1646,10 @@ def _from_llamafactory(t: Translation) -> None:
         t.set("train.objective", "dpo" if loss == "sigmoid" else loss, "pref_loss")
         if sft_weight:
             t.set("train.sft_weight", sft_weight, "pref_ftx")
-    if stage == "rm":
-        t.set("train.objective", "reward", "stage")
+    if stage == "kto":
+        t.set("train.preference_beta", float(v.pop("pref_beta", 0.1)), "pref_beta")
+    if stage in ("rm", "kto"):
+        t.set("train.objective", "reward" if stage == "rm" else stage, "stage")
         t.set("data.overlong", "skip", note="weft compares no cut answers")
     # The file names data and their format itself.
     t.recipe |= data
