@@ -224,6 +224,17 @@ def test_yaml_of_each_stage_has_its_format(tmp_path: Path) -> None:
         translate_file(write_yaml(tmp_path, "alpaca", "ppo"))
 
 
+def test_yaml_with_new_tokens_grows_the_vocabulary(tmp_path: Path) -> None:
+    more = "add_tokens: <a>,<b>\nadd_special_tokens: <|c|>\nresize_vocab: true\n"
+    more += "additional_target: embed_tokens,lm_head\n"
+    found = translate_file(write_yaml(tmp_path, "openai", more=more))
+    assert found.recipe["data.add_tokens"] == ["<a>", "<b>"]
+    assert found.recipe["data.add_special_tokens"] == ["<|c|>"]
+    assert found.recipe["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert "resize_vocab" in found.ignored
+    assert not any("token" in name or "target" in name for name in found.unsupported)
+
+
 def test_yaml_of_several_data_sets_and_options(tmp_path: Path) -> None:
     more = "val_size: 0.1\nmask_history: true\nenable_thinking: false\nquantization_bit: 4\n"
     more += "max_samples: 10\n"

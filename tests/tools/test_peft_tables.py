@@ -12,8 +12,13 @@ from safetensors.torch import load_file
 
 from tests.parallel.test_dora import check_gradients_with_peft
 from tests.tools.test_peft_export import check, export, ignore, load_in_peft, logits, write_run
+from tests.tools.test_vocabulary_growth import CONSOLE, NEW, chat_file, write_model
+from weft.tools.adapter_path import adopt_paths
+from weft.tools.export_proof import make_language_model
 from weft.tools.hf_import import import_model
 from weft.tools.inference_model import find_checkpoint, load_unsharded
+from weft.tools.model_import import import_source, open_source
+from weft.train.job_checks import prepare_job
 
 IDS = [60, 3, 17]
 ROWS = {"rank": 3, "alpha": 5.0, "targets": ["q_proj"], "trainable_tokens": IDS}
@@ -65,7 +70,82 @@ def test_trained_tables_and_rows_equal_those_of_peft(
     theirs = logits(load_in_peft(tmp_path / "source", tmp_path / "adapter"), tokens_BT)
     ours = logits(load_unsharded(again, torch.device("cpu")), tokens_BT)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    # Generation computes the logits of the last tokens only.
+    model = make_language_model(load_unsharded(again, torch.device("cpu")), again)
+    where_N = torch.arange(2), torch.tensor([19, 5])
+    last_NV = model.logits(tokens_BT, *where_N, None)
+    torch.testing.assert_close(last_NV, theirs[where_N], atol=1e-4, rtol=1e-4)
     exported = load_file(export(again, tmp_path / "third", True) / "adapter_model.safetensors")
     assert exported.keys() == tensors.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(exported[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+CHANGES = {
+    "rows": {"trainable_token_indices": True},
+    "saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "frozen": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "tied"),
+    [
+        ("rows", False),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("saved", False), ("frozen", False), ("rows", True))
+        ),
+    ],
+)
+def test_adapter_of_a_resized_model_is_trained_further(
+    change: str, tied: bool, tmp_path: Path
+) -> None:
+    """PEFT saves the tables of such a model, also those that it does not train."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = write_model(tmp_path, tied)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(NEW)})
+    base = AutoModelForCausalLM.from_pretrained(source)
+    old = base.config.vocab_size
+    base.resize_token_embeddings(len(tokenizer))
+    keys: dict[str, Any] = dict(CHANGES[change])
+    if change == "rows":
+        tables = ["embed_tokens", *([] if tied else ["lm_head"])]
+        keys["trainable_token_indices"] = {table: [old + 1, old] for table in tables}
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **keys)
+    model = get_peft_model(base, config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn(param.shape) * 0.05)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+
+    plan = prepare_job(
+        "lora",
+        [
+            ("lora.path", str(tmp_path / "adapter")),
+            ("data.path", str(chat_file(tmp_path))),
+            ("run.dir", str(tmp_path / "run")),
+            ("run.nproc_per_node", "1"),
+        ],
+        adopt=adopt_paths,
+    )[1]
+    assert plan.model.vocab_size == len(tokenizer)
+    plan = import_source(plan, open_source(plan), CONSOLE)
+    assert plan.job.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    import_model(source, tmp_path / "again", ignore, adapter=tmp_path / "adapter")
+    ids = torch.tensor([tokenizer.encode(f"call 3{NEW[0]}x{NEW[1]}")])
+    theirs = logits(model.eval(), ids)
+    for run in ("run", "again"):
+        checkpoint = find_checkpoint(tmp_path / run)
+        assert checkpoint.job.lora.token_ids == ((old, old + 1) if change == "rows" else ())
+        assert checkpoint.job.lora.modules_to_save == tuple(keys.get("modules_to_save", ()))
+        ours = logits(load_unsharded(checkpoint, torch.device("cpu")), ids)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        own = AutoTokenizer.from_pretrained(export(checkpoint, tmp_path / f"{run}-merged", False))
+        assert own.get_vocab() == tokenizer.get_vocab()

@@ -305,8 +305,8 @@ def test_lora_trains_the_rows_of_new_tokens_by_default(
     assert all(state[f"model.{name}"].shape == (2, 64) for name in names)
     assert all(state[f"model.{name}"].any() for name in names)
 
-    assert main(["export", str(run), str(tmp_path / "merged")]) == 0
-    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert main(["export", str(run), str(tmp_path / "merged"), "--prove"]) == 0
+    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter", "--prove"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert answer_of(merged, tokenizer) == ANSWER

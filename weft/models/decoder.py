@@ -241,8 +241,10 @@ class Decoder(nn.Module):
             assert self.embed_tokens is not None
             # Reads the weight outside its module's forward.  Under fully_shard the embedding must
             # therefore be in the root's group.
-            logits_BTV = F.linear(normed_BTD, output_weight(self.embed_tokens))
-            if (rows := getattr(self.embed_tokens, "lora_rows", None)) is not None:
+            if (rows := getattr(self.embed_tokens, "lora_rows", None)) is None:
+                logits_BTV = F.linear(normed_BTD, output_weight(self.embed_tokens))
+            else:  # without a copy of the table
+                logits_BTV = F.linear(normed_BTD, self.embed_tokens.weight)
                 logits_BTV = rows.add_logits(logits_BTV, normed_BTD)
         else:
             logits_BTV = self.lm_head(normed_BTD)

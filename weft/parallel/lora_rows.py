@@ -89,6 +89,10 @@ class TokenRows(nn.Module):
         """Add the changes of the logits of an input, in place."""
         return logits_BTV.index_add_(-1, self.columns_M, F.linear(x_BTD, self.local_rows()))
 
+    def merge(self, table_VD: Tensor) -> Tensor:
+        """Return a copy of this rank's table with the changes."""
+        return table_VD.index_add(0, self.columns_M, self.local_rows())
+
 
 class RowsEmbedding(nn.Embedding):
     """A frozen embedding table with changes of some rows.
@@ -111,6 +115,10 @@ class RowsEmbedding(nn.Embedding):
         """Map ids ``[B, T]`` to ``[B, T, D]``."""
         return self.lookup(tokens_BT) + self.lora_rows.look_up(tokens_BT)
 
+    def merged_weight(self) -> Tensor:
+        """Return a copy of the table with the changes, ``[V, D]``."""
+        return self.lora_rows.merge(self.weight)
+
 
 class RowsLinear(nn.Linear):
     """A frozen head with changes of some rows."""
@@ -126,6 +134,10 @@ class RowsLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., D]`` to logits ``[..., V]``."""
         return self.lora_rows.add_logits(F.linear(x, self.weight, self.bias), x)
+
+    def merged_weight(self) -> Tensor:
+        """Return a copy of the weight with the changes, ``[V, D]``."""
+        return self.lora_rows.merge(self.weight)
 
 
 def _look_up(module: nn.Embedding, tokens_BT: Tensor) -> Tensor:
@@ -151,8 +163,10 @@ def shard_token_rows(model: nn.Module, mesh: DeviceMesh, vocab_size: int) -> Non
             rows.init_buffers(rows.ids_N.device)
 
 
-def find_head_rows(model: nn.Module) -> TokenRows | None:
-    """Return the changes of the head's rows, if it has any."""
+def find_head_with_rows(model: nn.Module) -> RowsEmbedding | RowsLinear | None:
+    """Return the head, or the embedding that it shares, if it has changes of rows.
+
+    A product with its ``weight``, and `TokenRows.add_logits`, costs less than its `merged_weight`.
+    """
     head = model._modules.get("lm_head") or model._modules.get("embed_tokens")
-    rows = getattr(head, "lora_rows", None)
-    return rows if isinstance(rows, TokenRows) else None
+    return head if isinstance(head, RowsEmbedding | RowsLinear) else None

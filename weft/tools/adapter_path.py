@@ -20,11 +20,12 @@ from weft.plan.model_config import (
     locate_model,
     read_imported,
     resolve_section,
+    with_rows,
 )
 from weft.tools.hf_convert import path_exists
 from weft.tools.hf_import import store_errors
 from weft.tools.peft_config import CONFIG, read_peft_config
-from weft.tools.peft_import import open_adapter
+from weft.tools.peft_import import count_rows, open_adapter
 from weft.train.job_checks import FIXED_BY_ADAPTER
 
 REMEDY = "give a directory with adapter_config.json and adapter_model.safetensors, or org/name"
@@ -123,6 +124,7 @@ def adopt_adapter(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[Confi
     adopted, new_errors = adopt_model(adopted, recipe, run_dir)
     if new_errors:
         return job, new_errors
+    adopted = _with_vocabulary(adopted, directory, takes_tokenizer=job.data.trains_tokenizer)
     config, new_errors = resolve_section(adopted.model)
     if config is None:
         return job, new_errors
@@ -131,6 +133,23 @@ def adopt_adapter(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[Confi
         return job, errors
     read = adapter.lora_section(lora.path, adopted.lora)
     return _with_keys(adopted, recipe, read, errors)
+
+
+def _with_vocabulary(job: Job, adapter: Path, takes_tokenizer: bool) -> Job:
+    """Return the job with the rows and the tokenizer of an adapter of a resized model.
+
+    Args:
+        job: with the base model.
+        adapter: directory of the adapter.
+        takes_tokenizer: the user names no tokenizer.
+    """
+    rows, file = count_rows(adapter), adapter / "tokenizer.json"
+    own = job.model.overrides().get("vocab_size")
+    if not isinstance(own, int) or rows <= own:
+        return job
+    if takes_tokenizer and file.is_file():
+        job = replace(job, data={"tokenizer": str(file.absolute())})
+    return job.model_copy(update={"model": with_rows(job.model, rows)})
 
 
 def _with_base(job: Job, recipe: Job, base: str) -> Job:

@@ -73,7 +73,7 @@ from weft.tools.hf_weights import (
     open_hf_weights,
     scale_blocks,
 )
-from weft.tools.peft_import import Adapter, open_adapter
+from weft.tools.peft_import import Adapter, count_rows, open_adapter
 from weft.tools.vocabulary_growth import grow_weights, list_added_tokens
 from weft.version import __version__
 
@@ -148,9 +148,13 @@ def import_model(
     with store_errors(source):
         model = open_hf_source(source, path or str(source), force, errors, with_mtp)
     if model is not None:
+        rows, saved = model.section.overrides()["vocab_size"], 0
+        if adapter is not None:
+            saved, file = count_rows(adapter), adapter / "tokenizer.json"
+            if saved > rows and path_exists(file):
+                model = model._replace(files={**model.files, "tokenizer.json": file})
         entries, _ = count_entries(model.files["tokenizer.json"].read_bytes())
-        rows = model.section.overrides()["vocab_size"]
-        if (needed := round_rows(entries, rows)) > MAX_GROWTH * rows:
+        if (needed := round_rows(entries, max(rows, saved))) > MAX_GROWTH * rows:
             rule = f"has {entries} entries, but model.vocab_size is {rows}"
             errors.add("tokenizer.json", rule, "use the tokenizer of this model")
         model = grow_source(model, with_rows(model.section, needed))

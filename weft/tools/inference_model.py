@@ -29,6 +29,7 @@ from weft.config.schema import Job, LoraSection, Section, replace
 from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
+from weft.parallel.lora_rows import TokenRows, find_head_with_rows
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.matrices import list_matrices
 from weft.plan.model_config import NO_MTP, resolve_section
@@ -240,6 +241,9 @@ class LanguageModel:
         self._weight = (
             None if family.enable_fused_loss is None else family.enable_fused_loss(module)
         )
+        self._rows: TokenRows | None = None
+        if self._weight is not None and (head := find_head_with_rows(module)) is not None:
+            self._weight, self._rows = lambda: head.weight, head.lora_rows
         self.device = next(iter(module.buffers()), next(module.parameters())).device
 
     @torch.no_grad()
@@ -249,6 +253,8 @@ class LanguageModel:
         """Return float32 logits [N, V] of the tokens after (batch_N, indices_N)."""
         out = self.module(tokens_BT, None, positions_BT)[batch_N, indices_N]
         logits_NV = out if self._weight is None else F.linear(out, self._weight())
+        if self._rows is not None:
+            logits_NV = self._rows.add_logits(logits_NV, out)
         if self.tp_group is not None:
             ranks, vocab_size = self.tp_group.size(), self.config.vocab_size
             width = len(chunk_range(vocab_size, ranks, 0))

@@ -95,6 +95,10 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
             rule = "is not the adapter of this run any more: its configuration has changed"
             errors.add("lora.path", rule, "use another run.dir", value=plan.job.lora.path)
         source = add_adapter(source, adapter, plan.job.lora)
+        if Path(plan.job.data.tokenizer) == (file := directory.absolute() / "tokenizer.json"):
+            source = source._replace(
+                files={**source.files, "tokenizer.json": file}, new_tokens=tokens
+            )
     beside = [*TRAINING_KEYS, *POSITION_KEYS]  # may differ from the source's
     if plan.has_score_head:
         beside += SCORE_HEAD

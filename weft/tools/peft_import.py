@@ -64,6 +64,9 @@ KINDS = {
     ".lora_embedding_B": "embedding_B",
     ROWS_SUFFIX: "rows",
 }
+# PEFT stores a module that it trains in full, or whose vocabulary was resized, under several names.
+COPIES = (".token_adapter.base_layer.", ".base_layer.", ".modules_to_save.")
+UNUSED = ".original_module."
 MAX_PROBLEMS = 5
 MIX_REMEDY = "use the adapter with the model it was trained for"
 
@@ -196,6 +199,27 @@ def _read_contents(directory: Path, errors: ConfigErrors) -> Contents | None:
     return contents
 
 
+def count_rows(directory: Path) -> int:
+    """Return the rows of the embedding or head in an adapter's file; 0 without any."""
+    try:
+        tensors = read_file_contents(directory / WEIGHTS).tensors
+    except CorruptData:  # `open_adapter` reports it
+        return 0
+    tables = tuple(f"{table}.weight" for table in TABLES)
+    return max(
+        (each.shape[0] for name, each in tensors.items() if _base_name(name).endswith(tables)),
+        default=0,
+    )
+
+
+def _base_name(name: str) -> str:
+    """Return transformers' name of a weight of the base model in an adapter."""
+    name = name.removeprefix(PREFIX)
+    for each in COPIES:
+        name = name.replace(each, ".")
+    return name
+
+
 class _Reader:
     """Reads one file for one model."""
 
@@ -271,6 +295,8 @@ class _Reader:
             self.errors.add(field, rule, remedy)
             return {}
         for path, name in names.items():
+            if self.is_tied and path == "lm_head":
+                continue  # the same rows as the embedding's
             table = next(
                 (t for t in TABLES if self.mapping.hf_name(f"{t}.weight") == f"{path}.weight"), ""
             )
@@ -298,7 +324,8 @@ class _Reader:
         for name in self.contents.tensors:
             suffix = next((each for each in KINDS if name.endswith(each)), None)
             if suffix is None:
-                others.append(name)
+                if UNUSED not in name:
+                    others.append(name)
             else:
                 path = name.removeprefix(PREFIX).removesuffix(suffix)
                 groups.setdefault(path, {})[KINDS[suffix]] = name
@@ -377,7 +404,9 @@ class _Reader:
         tensors = list_hf_tensors(self.family, self.config)
         saved = {}
         for name in names:
-            hf_name = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+            hf_name = _base_name(name)
+            if ".modules_to_save." in name and f"{PREFIX}{hf_name}" in names:
+                continue  # a copy
             if self.is_tied and hf_name == "lm_head.weight":  # the same table
                 hf_name = self.mapping.hf_name("embed_tokens.weight")
             tensor = tensors.get(hf_name)

@@ -1611,6 +1611,12 @@ def _from_llamafactory(t: Translation) -> None:
         v["use_peft"] = True
     if adapter := t.take("adapter_name_or_path", ""):
         t.set("lora.path", adapter, "adapter_name_or_path")
+    for name in ("additional_target", "add_tokens", "add_special_tokens"):  # with commas
+        if isinstance(text := v.get(name), str):
+            v[name] = [part.strip() for part in text.split(",") if part.strip()]
+    for name in ("add_tokens", "add_special_tokens"):
+        if tokens := t.take(name):
+            t.set(f"data.{name}", tokens, name)
     defaults = {"cutoff_len": 2048, "learning_rate": 5e-5, "val_size": 0.0}
     defaults |= {"pref_beta": 0.1} if stage == "dpo" else {}
     for name, value in defaults.items():

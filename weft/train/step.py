@@ -33,7 +33,7 @@ from weft.parallel.context_parallel import gather_values, shard_documents, split
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.dispatchers import find_overflow
 from weft.parallel.float8 import Float8AllGather
-from weft.parallel.lora_rows import TokenRows, find_head_rows
+from weft.parallel.lora_rows import TokenRows, find_head_with_rows
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import restore_parameters
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
@@ -130,7 +130,8 @@ class TrainStep:
         if fused_loss and last_part is not None:
             assert family.enable_fused_loss is not None
             self._head_weight = family.enable_fused_loss(last_part)
-            self._head_rows = find_head_rows(last_part)
+            if (head := find_head_with_rows(last_part)) is not None:
+                self._head_weight, self._head_rows = lambda: head.weight, head.lora_rows
         self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
         self._owns_targets = cp_rank == 0 or not self._gathers_losses
         is_first = mesh.coordinates["tp"] == 0 and self._owns_targets
