@@ -123,6 +123,12 @@ def originals() -> list[str]:
     return sorted(name for name in names if not name.endswith(TRAINING))
 
 
+def training() -> list[str]:
+    """Return the names of the published templates that have a training template."""
+    files = {path.name for path in template_dir().glob("*.jinja")}
+    return [name for name in originals() if f"{name}{TRAINING}.jinja" in files]
+
+
 @cache
 def base_tokenizer() -> str:
     return train_tokenizer(["it is what it is, and there it was too " * 20], 340).to_str()

@@ -16,6 +16,7 @@ from tests.chat_templates import (
     originals,
     parse,
     trained_texts,
+    training,
 )
 from weft.data.chat_rows import Example, InvalidConversation
 from weft.data.chat_template import ChatTemplate, strip_marks
@@ -51,6 +52,31 @@ def test_published_template_trains_what_inference_generates(name: str, tmp_path:
             check_mask(model, theirs, conversation, rendered[0])
         else:
             check_turns(theirs, example, rendered)
+
+
+@pytest.mark.parametrize("name", training())
+def test_training_template_trains_what_transformers_marks(name: str, tmp_path: Path) -> None:
+    model = Model(name, tmp_path)
+    assert model.training_source is not None
+    template = tmp_path / "training.jinja"
+    template.write_text(model.training_source, "utf-8")
+    encoder, theirs = model.encoder(chat_template=str(template)), Theirs(model)
+    theirs.tokenizer.chat_template = model.training_source
+    num_compared = 0
+    for conversation in CONVERSATIONS:
+        example = parse(conversation)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        expected = theirs.render(example.messages, example.tools, **options)
+        try:
+            [encoded] = encoder.encode(encoder.render(example))
+        except InvalidConversation:
+            assert expected is None, conversation
+            continue
+        if expected is not None:
+            assert encoded.tokens.tolist() == expected["input_ids"], conversation
+            assert encoded.loss_mask.tolist() == [m == 1 for m in expected["assistant_masks"]]
+            num_compared += 1
+    assert num_compared >= 8
 
 
 @pytest.mark.parametrize("name", ["cohere", "gemma3", "llama3_1", "phi3_5", "qwen2_5"])

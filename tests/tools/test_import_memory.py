@@ -27,7 +27,7 @@ from weft.tools.hf_import import import_model
 import torch, transformers
 def peak():
     status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\\s*(\d+) kB", status)[1]) * 1024
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1]) * 1024
 before = peak()
 import_model(Path(sys.argv[1]), Path(sys.argv[2]), lambda _: None, force=True)
 print(before, peak())
