@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli.main import build_parser, main
+from weft.config.reader import RECIPES_OF_METHODS, read_job
 from weft.plan.plan import Machine
 
 
@@ -160,6 +161,20 @@ def test_train_unreadable_recipe_is_refused(
     a.write_text('extends = "c.toml"\n')
     (line,) = rejected(capsys, "train", str(a))
     assert line.startswith('extends="c.toml" is not a known recipe')
+
+
+@pytest.mark.parametrize("method", RECIPES_OF_METHODS)
+def test_train_method_in_place_of_a_recipe_names_the_recipe(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = rejected(capsys, "train", method)
+    words = line.rpartition("Use ")[2].rstrip(".").partition(",")[0].split()
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    recipe = words[0]
+    overrides = [(key.removeprefix("--"), text) for key, text in options.items()]
+    job, _, errors = read_job(recipe, overrides)
+    assert errors == []
+    assert method in ("sft", "rm") or job.train.objective == method
 
 
 def test_train_missing_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

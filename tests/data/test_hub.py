@@ -28,8 +28,10 @@ def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(inputs)
     both = datasets.DatasetDict({"train": created, "test": created})
     both.save_to_disk(tmp_path / "both")
-    with pytest.raises(InvalidConfig, match="has several splits: test, train"):
+    with pytest.raises(InvalidConfig, match="has several splits: test, train") as refused:
         prepare_store(section(tmp_path / "both"), tmp_path / "c")
+    [error] = refused.value.errors
+    assert error.remedy.endswith(f"data.validation_path, such as {tmp_path / 'both' / 'test'}")
     split = prepare_store(section(tmp_path / "both" / "train"), tmp_path / "c")
     assert sorted(decoded(split, "train")) == sorted(decoded(store, "train"))
     with pytest.raises(InvalidConfig, match=r"has no column 'txt'; did you mean 'text'"):

@@ -35,7 +35,17 @@ from weft.config.errors import (
 from weft.config.peer_configs import describe_peer_config, is_torchtitan
 from weft.config.peer_names import all_peer_names, describe_peer_name, load_peer_names
 from weft.config.run_paths import JOB_FILE, absolute_dir, is_run_file, resolve_run_paths
-from weft.config.schema import CHANGEABLE_KEYS, NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
+from weft.config.schema import (
+    CHANGEABLE_KEYS,
+    NO_NUL,
+    ONE_LINE,
+    PAIR_OBJECTIVES,
+    SECTIONS,
+    Job,
+    Section,
+    Text,
+    keys,
+)
 
 T = TypeVar("T")
 
@@ -151,12 +161,22 @@ def _move_checkpoints(tree: Tree, base: Job, chosen: Mapping[str, str]) -> None:
         tree["checkpoint"]["dir"] = "auto" if run_dir == "auto" else str(Path(run_dir) / inside)
 
 
+# Methods that people type as the name of a recipe.
+RECIPES_OF_METHODS = {
+    **{name: f"use dpo --train.objective {name}" for name in PAIR_OBJECTIVES if name != "dpo"},
+    "kto": "use dpo --data.format unpaired --train.objective kto",
+    "sft": "use chat, or lora for adapters",
+    "rm": "use reward",
+}
+
+
 def _load_recipe(recipe: str, errors: ConfigErrors, seen: tuple[str, ...] = ()) -> Tree:
     """Load a recipe over the recipes that it extends; return its tree."""
     named = find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if named is None:
         rule = "is not a known recipe, the path of a .toml file, or a run directory"
         remedy = suggest(recipe, recipe_names())
+        remedy = RECIPES_OF_METHODS.get(recipe.lower(), remedy)
         errors.add("extends" if seen else "recipe", rule, remedy, value=recipe)
         return {}
     path = named.resolve()

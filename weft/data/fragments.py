@@ -421,7 +421,12 @@ def _divide_saved_dataset(path: str, size: int, column: str | None) -> list[File
         splits = [f.name for f in sorted(directory.iterdir()) if (f / "state.json").is_file()]
         if len(splits) != 1:
             rule = f"has several splits: {', '.join(splits)}"
-            remedy = f"give the path of one split, such as {directory / (splits or ['train'])[0]}"
+            first = "train" if "train" in splits or not splits else splits[0]
+            remedy = f"give the path of one split, such as {directory / first}"
+            if others := [name for name in splits if name != first]:
+                remedy += (
+                    f", and another one as data.validation_path, such as {directory / others[0]}"
+                )
             raise path_error(path, rule, remedy)
         directory /= splits[0]
     dataset = _load_saved(str(directory))

@@ -230,7 +230,9 @@ def draw_samples(checkpoint: CheckpointRef, chat_format: ChatFormat) -> Samples:
     """Return sequences of the validation set; random tokens if there is none."""
     rows: list[tuple[list[int], list[bool]]] = []
     origin = "random tokens, because the run has not trained"
-    if checkpoint_step(checkpoint.path) > 0:
+    if not checkpoint.job.data.validates:
+        origin = "random tokens, because the run has no validation set"
+    elif checkpoint_step(checkpoint.path) > 0:
         try:
             rows, origin = read_validation_rows(checkpoint), "the validation set of the run"
         except (WeftError, OSError):
