@@ -93,7 +93,7 @@ def test_tuned_chat_of_two_turns_stops_in_transformers(
     data = write_lines(tmp_path / "chats.jsonl", rows)
     steps = 2 * STEPS if name == "gptoss" else STEPS
     tune(model.directory, tmp_path / "run", data, "--train.steps", str(steps))
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--prove"]) == 0
     first, second = answers(tmp_path / "out", [[ASK], [ASK, ANSWER, ASK_MORE]])
     assert first == f"{reasoning}it is what it is{end}"
     assert second == f"{reasoning}there it was too{end}"
@@ -122,3 +122,24 @@ def test_training_template_is_not_exported(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert GENERATION.search(training.read_text("utf-8"))
     assert (tmp_path / "out/chat_template.jinja").read_text("utf-8") == model.source
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_exported_adapter_has_tokenizer_template_and_end_tokens(tmp_path: Path) -> None:
+    """The adapter's directory alone renders a conversation, and stops as the run does."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    model = write_model("qwen3", tmp_path / "model")
+    rows = [{"messages": [ASK, ANSWER], "id": i} for i in range(4)]
+    data = write_lines(tmp_path / "chats.jsonl", rows)
+    run, out = tmp_path / "run", tmp_path / "out"
+    tune(model.directory, run, data, "--lora.rank", "4", "--train.steps", "2")
+    assert main(["export", str(run), str(out), "--adapter", "--prove"]) == 0
+    ours, source = (AutoTokenizer.from_pretrained(each) for each in (out, model.directory))
+    assert ours.get_chat_template() == source.get_chat_template()
+    for text in ("it is what it is", "<|im_start|>user"):
+        assert ours(text)["input_ids"] == source(text)["input_ids"]
+    ends = GenerationConfig.from_pretrained(out).eos_token_id
+    assert source.convert_tokens_to_ids("<|im_end|>") in ([ends] if isinstance(ends, int) else ends)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness import RankError, run_ranks
 from tests.small import Overrides, records, small_job, train_rank
 from weft.checkpoint.best import BestMetric, find_best, get_best_metric, read_evaluation
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
@@ -278,3 +278,37 @@ def test_best_metric_that_the_objective_lacks_is_refused() -> None:
     (error,) = check_names(small_job(("checkpoint.best", "reward_acuracy"), *preferences))
     assert "did you mean 'reward_accuracy'?" in str(error).lower()
     assert not check_names(small_job(("checkpoint.best", "reward_accuracy"), *preferences))
+
+
+def test_checkpoint_has_an_evaluation_only_if_its_step_was_evaluated(
+    store_path: Path, tmp_path: Path
+) -> None:
+    keys = [BEST, ("checkpoint.interval", "3"), ("checkpoint.keep_latest", "3")]
+    run(tmp_path, store_path, {2: 1.0, 4: 2.0}, *keys, ("train.steps", "4"))
+    values = {
+        checkpoint_step(path): read_manifest(path).get("evaluation")
+        for path in list_checkpoints(tmp_path / "checkpoints")
+    }
+    assert values == {2: {"eval_loss": 1.0}, 3: None, 4: {"eval_loss": 2.0}}
+
+
+@pytest.mark.parametrize("site", ["checkpoint.rename", "checkpoint.renamed", "checkpoint.delete"])
+def test_best_checkpoint_after_a_kill_in_its_save_is_that_of_an_undisturbed_run(
+    site: str, store_path: Path, tmp_path: Path
+) -> None:
+    values = {2: 5.0, 4: 3.0, 6: 4.0, 8: 4.5, 10: 4.5, 12: 4.5}
+    keys = [BEST, KEEP_ONE, ("train.early_stopping", "3"), ("train.steps", "12")]
+    run(tmp_path / "a", store_path, values, *keys)
+    faults = (
+        "resilience.faults",
+        f'[{{site = "{site}", passing = {1 + (site != "checkpoint.delete")}}}]',
+    )
+    with pytest.raises(RankError, match="SIGKILL"):
+        run(tmp_path / "b", store_path, values, *keys, faults)
+    run(tmp_path / "b", store_path, values, *keys)
+    assert kept_steps(tmp_path / "b") == kept_steps(tmp_path / "a") == [4, 10]
+    states = [
+        read_manifest(list_checkpoints(tmp_path / name / "checkpoints")[-1])["early_stopping"]
+        for name in "ab"
+    ]
+    assert states[0] == states[1]
