@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import weft
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, records, small_job, train_rank
 from weft.checkpoint.best import BestMetric, find_best, get_best_metric, read_evaluation
@@ -257,6 +259,12 @@ def test_best_checkpoint_is_chosen_by_commands(
     assert (best.step, best.text) == (4, "the best eval_loss so far: 3")
     expected = "The checkpoint of step 4 has the best eval_loss so far: 3."
     assert headline(reader, "finished", "").endswith(expected)
+    loaded = weft.load_text_model(run_dir, "cpu", step="best")
+    assert loaded.checkpoint.path.name == "step-00000004"
+    older, newest = (weft.load_model(run_dir, device="cpu", step=step) for step in (4, None))
+    assert not torch.equal(older.norm.weight, newest.norm.weight)
+    with pytest.raises(weft.InvalidConfig, match="is neither a step nor 'best'"):
+        weft.load_model(run_dir, step="bset")
     # A copy knows it, too.
     shutil.copytree(run_dir, tmp_path / "copy")
     assert find_checkpoint(tmp_path / "copy", "best").path.name == "step-00000004"
@@ -312,3 +320,18 @@ def test_best_checkpoint_after_a_kill_in_its_save_is_that_of_an_undisturbed_run(
         for name in "ab"
     ]
     assert states[0] == states[1]
+
+
+def test_best_checkpoint_that_is_still_being_written_counts(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """The save of step 2 takes longer than the steps to the next evaluation."""
+    slow = '[{site = "checkpoint.rename", kind = "slow", seconds = 1.5}]'
+    keys = [
+        BEST,
+        ("resilience.faults", slow),
+        ("train.steps", "6"),
+        ("checkpoint.keep_latest", "3"),
+    ]
+    run(tmp_path, store_path, {2: 1.0, 4: 2.0, 6: 2.0}, *keys)
+    assert kept_steps(tmp_path) == [2, 6]

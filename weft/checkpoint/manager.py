@@ -158,6 +158,7 @@ class CheckpointManager:
         self._log = log
         self._failures = 0  # consecutive
         self._error: CheckpointError | None = None  # of the last save
+        self._evaluation: Mapping[str, float] = {}  # in the last persistent save
         self._problems: list[str | CheckpointError] = []  # warnings and errors, not logged yet
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, Tensor] = {}
@@ -207,6 +208,8 @@ class CheckpointManager:
         self.staged_bytes = sum(shard.num_bytes for shard in shards if shard.is_owned)
         own = {"epoch": self.lease.epoch, "run_files": self._run_files}
         args = (shards, manifest | own, persistent)
+        if persistent:
+            self._evaluation = manifest.get("evaluation", {})
         self._thread = threading.Thread(target=self._write, args=args, daemon=True)
         self._thread.start()
         if not self.async_save:
@@ -259,6 +262,10 @@ class CheckpointManager:
             return False
 
         def compare() -> bool:
+            # Of the last save, which may still be running.
+            newest = None if self._error else self._evaluation.get(best.name)
+            if newest is not None and not best.is_better(value, newest):
+                return False
             try:
                 found = find_best(list_checkpoints(directory), best)
             except (CheckpointError, OSError):
