@@ -235,6 +235,49 @@ def test_yaml_with_new_tokens_grows_the_vocabulary(tmp_path: Path) -> None:
     assert not any("token" in name or "target" in name for name in found.unsupported)
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("pref_loss: ipo\npref_ftx: 0.3\n", {"objective": "ipo", "sft_weight": 0.3}),
+        ("pref_loss: orpo\npref_beta: 0.2\n", {"objective": "orpo", "preference_beta": 0.2}),
+        (
+            "pref_loss: simpo\nsimpo_gamma: 0.7\npref_beta: 2.0\n",
+            {
+                "objective": "simpo",
+                "simpo_gamma": 0.7,
+                "preference_beta": 2.0,
+                "sft_weight": 0.0,
+            },
+        ),
+        ("pref_loss: simpo\npref_ftx: 0.4\n", {"objective": "simpo", "sft_weight": 0.4}),
+        (
+            "dpo_label_smoothing: 0.1\n",
+            {"objective": "dpo", "preference_label_smoothing": 0.1, "preference_beta": 0.1},
+        ),
+    ],
+)
+def test_yaml_of_each_loss_of_pairs_has_its_objective(
+    tmp_path: Path, more: str, expected: dict[str, Any]
+) -> None:
+    found = translate_file(write_yaml(tmp_path, "ranking", "dpo", more))
+    assert {key: found.recipe.get(f"train.{key}") for key in expected} == expected
+    assert found.recipe["data.format"] == "preferences"
+    assert found.unsupported == {}
+
+
+def test_yaml_of_kto_reads_the_tag_of_good_answers(tmp_path: Path) -> None:
+    more = "pref_beta: 0.3\nkto_rejected_weight: 0.5\n"
+    found = translate_file(write_yaml(tmp_path, "kto", "kto", more))
+    keys = ("data.format", "train.objective", "train.preference_beta", "train.undesirable_weight")
+    assert [found.recipe[key] for key in keys] == ["unpaired", "kto", 0.3, 0.5]
+    entry, row, _ = ENTRIES["kto"]
+    fields = found.recipe["data.fields"]
+    assert fields["label"] == entry["columns"]["kto_tag"]
+    [example] = parse_line(json.dumps(row).encode(), RowFormat(fields=fields, unpaired=True))
+    assert example.label is True
+    assert found.unsupported == {}
+
+
 def test_yaml_of_several_data_sets_and_options(tmp_path: Path) -> None:
     more = "val_size: 0.1\nmask_history: true\nenable_thinking: false\nquantization_bit: 4\n"
     more += "max_samples: 10\n"

@@ -1521,7 +1521,7 @@ def _trl_preferences(t: Translation) -> None:
         t.set("train.objective", "kto", "loss_type", *KTO_NAMES)
         t.set("data.format", "unpaired", "loss_type", *KTO_NAMES)
         t.notes.append(KTO_NOTE)
-    elif t.given & {*KTO_NAMES}:
+    elif v.keys() & {*KTO_NAMES}:
         rule, remedy = (
             "is a loss of KTOTrainer that weft does not have",
             "loss_type=kto is translated",
@@ -1578,7 +1578,7 @@ def _axolotl_preferences(t: Translation, rl: str) -> None:
 
 
 # Notes on files of TRL that do not apply.
-LLAMAFACTORY_OMITTED = ("The file names no", "The file trains", "DPOConfig and ORPOConfig")
+LLAMAFACTORY_OMITTED = ("The file names no", "The file trains", "DPOConfig, ORPOConfig")
 
 
 def _from_llamafactory(t: Translation) -> None:
@@ -1593,6 +1593,12 @@ def _from_llamafactory(t: Translation) -> None:
     if stage == "dpo" and loss not in ("sigmoid", "ipo", "orpo", "simpo"):
         t.lack("pref_loss", loss, f"train.objective: {', '.join(OBJECTIVE_NAMES)}")
     sft_weight = t.take("pref_ftx", 0.0)
+    if stage == "kto":
+        v["loss_type"] = "kto"
+        if sft_weight:
+            t.lack("pref_ftx", sft_weight, "train.objective=kto has no such term")
+    elif stage == "dpo" and loss == "simpo":
+        v |= {"loss_type": "simpo", "cpo_alpha": sft_weight}
     if kind not in ("lora", "full"):
         remedy = "lora or full; a table [[optim.groups]] with lr_mult = 0 freezes parameters"
         t.lack("finetuning_type", kind, remedy)
@@ -1618,7 +1624,7 @@ def _from_llamafactory(t: Translation) -> None:
         if tokens := t.take(name):
             t.set(f"data.{name}", tokens, name)
     defaults = {"cutoff_len": 2048, "learning_rate": 5e-5, "val_size": 0.0}
-    defaults |= {"pref_beta": 0.1} if stage == "dpo" else {}
+    defaults |= {"pref_beta": 0.1} if stage in ("dpo", "kto") else {}
     for name, value in defaults.items():
         v[name] = value if v.get(name, "") == "" else v[name]
     v["gradient_checkpointing"] = not t.take("disable_gradient_checkpointing", False)
@@ -1652,8 +1658,11 @@ def _from_llamafactory(t: Translation) -> None:
         t.set("train.objective", "dpo" if loss == "sigmoid" else loss, "pref_loss")
         if sft_weight:
             t.set("train.sft_weight", sft_weight, "pref_ftx")
-    if stage == "kto":
-        t.set("train.preference_beta", float(v.pop("pref_beta", 0.1)), "pref_beta")
+        if sft_weight or loss == "orpo":
+            t.notes.append(
+                "LLaMA-Factory averages the loss of the chosen answers over the tokens of each "
+                "pair, and then over pairs; weft over the tokens of the global batch."
+            )
     if stage in ("rm", "kto"):
         t.set("train.objective", "reward" if stage == "rm" else stage, "stage")
         t.set("data.overlong", "skip", note="weft compares no cut answers")
