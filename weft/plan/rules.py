@@ -242,9 +242,11 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
         errors.add(key, rule, "use data.format=unpaired", ("data.format",))
     if is_unpaired and (objective == "next_token" or job.train.compares_pairs):
         rule = "does not read the labels of answers (data.format=unpaired)"
+        remedy = "use kto, or data.format=preferences"
         if objective == "next_token":
             rule = "would also train on bad answers (data.format=unpaired)"
-        errors.add(key, rule, "use kto, or another data.format", ("data.format",))
+            remedy = "use kto, or data.format=chat"
+        errors.add(key, rule, remedy, ("data.format",))
     elif objective == "next_token" and has_preferences:
         rule = "would also train on rejected answers"
         remedy = f"use {', '.join(PAIR_OBJECTIVES)}, reward, or data.format=chat"
