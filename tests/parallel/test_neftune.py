@@ -35,14 +35,15 @@ ALPHA: Overrides = [("train.neftune_alpha", "5")]
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare conversations of 11 to 60 tokens."""
+    """Prepare conversations of lengths that differ in a sequence."""
     directory = tmp_path_factory.mktemp("neftune")
     tokenizer = write_tokenizer(directory / "model", CHATML)
     rows = [
         {
             "messages": [
-                message("user", f"what is {i}?"),
-                message("assistant", "it is " * (1 + i * i % 13)),
+                message("system", "so"),
+                message("user", "it"),
+                message("assistant", "it " * (1 + i % 5 * 6)),
             ]
         }
         for i in range(80)

@@ -93,6 +93,28 @@ def test_compiled_loss_and_gradients_equal_float64(seed: int) -> None:
     check_loss(seed, compiled=True)
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_label_smoothing_equals_pytorch_and_transformers(smoothing: float) -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(2, 40, 500)).requires_grad_()
+    targets = torch.randint(0, 500, (2, 40))
+    targets[torch.rand(targets.shape) < 0.3] = IGNORE_INDEX
+    count = (targets != IGNORE_INDEX).sum()
+    results = []
+    for value in (
+        cross_entropy(logits, targets, label_smoothing=smoothing).sum() / count,
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing),
+        LabelSmoother(smoothing)({"logits": logits}, targets),
+    ):
+        (gradient,) = torch.autograd.grad(value, logits)
+        results.append((value.detach(), gradient / gradient.abs().max()))
+    for value, gradient in results[1:]:
+        torch.testing.assert_close(results[0][0], value, rtol=1e-6, atol=0)
+        torch.testing.assert_close(results[0][1], gradient, rtol=0, atol=1e-6)
+
+
 def large_allocations(compiled: bool, tokens: int, vocab_size: int) -> dict[int, int]:
     """Count the allocations of at least a byte per logit in bfloat16, by their bytes per logit."""
     logits = torch.randn(1, tokens, vocab_size).bfloat16().requires_grad_()
