@@ -191,6 +191,29 @@ def test_frozen_group_plan_counts_parameters_and_flops() -> None:
     assert "lr_mult=0 freezes others" in describe_plan(plan, Machine("cpu", devices=1), "demo")
 
 
+def test_blocks_below_the_first_trained_one_have_no_backward_pass() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    overrides: Overrides = [("model.num_layers", "4"), ("model.tied_embeddings", "false")]
+    groups = '[{params=["embed_tokens.*", "layers.[0-1].*"], lr_mult=0}]'
+    free, plan = plan_of(*overrides), plan_of(*overrides, ("optim.groups", groups))
+    counted = []
+    for each in (free, plan):
+        module = each.family.build(each.model)
+        for name, param in module.named_parameters():
+            param.requires_grad_(name not in each.frozen_params)
+        with FlopCounterMode(display=False) as counter:
+            module(torch.zeros(1, each.seq_len, dtype=torch.long)).sum().backward()
+        counted.append(counter.get_total_flops() / each.seq_len)
+    saved = free.flops_per_token - plan.flops_per_token
+    # torch counts no attention on a CPU: four products of all heads' width and the length, times
+    # two FLOPs, in each of the two blocks.
+    attention = 2 * 8 * plan.model.dim * plan.seq_len
+    assert saved == pytest.approx(counted[0] - counted[1] + attention)
+    units = plan_cost(free).units
+    assert saved == pytest.approx(2 / 3 * sum(unit.flops_per_token for unit in units[1:3]))
+
+
 def test_frozen_experts_plan_counts_them() -> None:
     free, plan = plan_of(*EXPERTS, ("optim.groups", "[]")), plan_of(*EXPERTS)
     with torch.device("meta"):

@@ -6,6 +6,7 @@ The plan counts and validates with this module; `weft.parallel.lora` builds the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from weft.models.family import UnitCost
 from weft.plan.matrices import Matrix, list_matrices
 from weft.plan.plan import Plan
 
+BLOCK_NAME = re.compile(r"layers\.(\d+)\.")
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
 # Bytes of a block and its scale: see `weft.parallel.lora`.
 QUANT_BLOCK_BYTES = {"nf4": 32 + 4, "int8": 64 + 4}
@@ -117,9 +119,9 @@ def training_cost(
     """Count the trainable parameters of a model and the FLOPs per token.
 
     A trainable weight costs 6 FLOPs per token: forward, gradient of the input, gradient of the
-    weight.  A frozen weight costs 4.  Attention scores have no weights and cost the same.  Of
-    experts and their adapters, the active ones count.  The count ignores that the input of the
-    first block needs no gradient.
+    weight.  A frozen weight costs 4, or 2 in blocks below the first trained parameter.  Attention
+    scores have no weights and cost the same.  Of experts and their adapters, the active ones count.
+    The count ignores that the input of the first block needs no gradient.
 
     ``model`` is the family's configuration.  A LoRA rank of 0 means that weights are trained: all
     but ``frozen_params``, names of the full model (with LoRA, of adapters).
@@ -132,9 +134,9 @@ def training_cost(
     common = (seq_len, units, section.rank, num_params)
     if not section.rank:
         experts = sum(unit.expert_params for unit in units)
-        left, left_experts, spared = _count_frozen(model, family, frozen_params)
+        left, left_experts, *spared = _count_frozen(model, family, frozen_params, seq_len)
         counts = (num_active, num_params - left, experts - left_experts, 0, 0)
-        return TrainingCost(*common, *counts, full - spared, causal - spared)
+        return TrainingCost(*common, *counts, full - spared[0], causal - spared[1])
     trained = experts = active = quantized = 0
     matrices, outer = list_matrices(model, family), outer_targets(model, section)
     if section.quantize != "none":
@@ -169,14 +171,23 @@ def training_cost(
 
 
 def _count_frozen(
-    model: Any, family: Family, frozen_params: Collection[str]
-) -> tuple[int, int, float]:
-    """Count frozen parameters, those of experts, and the FLOPs that they save."""
+    model: Any, family: Family, frozen_params: Collection[str], seq_len: int
+) -> tuple[int, int, float, float]:
+    """Count frozen parameters, those of experts, and the FLOPs that they save.
+
+    A frozen weight has no product for its gradient.  The blocks below the first trained parameter
+    have no backward pass at all.  The FLOPs are per token, with all and with causal attention scores.
+    """
     if not frozen_params:
-        return 0, 0, 0.0
+        return 0, 0, 0.0, 0.0
     with torch.device("meta"):
         sizes = {name: param.numel() for name, param in family.build(model).named_parameters()}
     matrices = {f"{matrix.name}.weight": matrix for matrix in list_matrices(model, family)}
+    trained = sizes.keys() - set(frozen_params)
+    lower = 0  # blocks without a backward pass
+    if "embed_tokens.weight" in sizes and "embed_tokens.weight" not in trained:
+        blocks = [int(match[1]) for name in trained if (match := BLOCK_NAME.match(name))]
+        lower = min(blocks, default=0)
     # A tied head multiplies by the embedding.
     head = "lm_head.weight" if "lm_head.weight" in sizes else "embed_tokens.weight"
     count = experts = products = 0
@@ -185,10 +196,15 @@ def _count_frozen(
         if (matrix := matrices.get(name)) is not None:
             experts += sizes[name] * bool(matrix.experts)
             active = model.active_experts if matrix.experts else 1
-            products += matrix.out_features * matrix.in_features * active
+            products += matrix.out_features * matrix.in_features * active * (matrix.block >= lower)
         elif name == head:
             products += sizes[name]
-    return count, experts, 2.0 * products  # the product for the gradient of the weight
+    saved = []
+    for length in (seq_len, (seq_len + 1) // 2):
+        units = family.unit_costs(model, length) if family.unit_costs and lower else []
+        backward = sum(2 / 3 * unit.flops_per_token for unit in units[1 : 1 + lower])
+        saved.append(2.0 * products + backward)
+    return count, experts, saved[0], saved[1]
 
 
 def plan_cost(plan: Plan) -> TrainingCost:
