@@ -176,7 +176,7 @@ def _count_frozen(
     """Count frozen parameters, those of experts, and the FLOPs that they save.
 
     A frozen weight has no product for its gradient.  The blocks below the first trained parameter
-    have no backward pass at all.  The FLOPs are per token, with all and with causal attention scores.
+    have no backward pass at all.  The FLOPs are per token, with all and with causal scores.
     """
     if not frozen_params:
         return 0, 0, 0.0, 0.0
