@@ -488,7 +488,6 @@ NOT_RUN = [
         MEANING,
     ),
     NotRun("train.objective", "needs logits", "model.score_head=true", MEANING),
-    NotRun("lora.rank", "trains adapters only", f"lora.rank=4 {REWARD}", MEANING),
     NotRun(
         "train.objective",
         "needs a score head",

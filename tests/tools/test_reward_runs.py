@@ -112,6 +112,11 @@ def test_reward_run_is_trained_evaluated_exported_and_trained_further(work_dir: 
     for numbers in (found, other):
         assert {key: numbers[key] for key in scores} == pytest.approx(scores, rel=1e-4, abs=1e-5)
 
+    adapted = ("train", "reward", "--model.path", "theirs", *KEYS, "--run.dir", "adapted")
+    weft(work_dir, *adapted, "--train.steps", "2", "--lora.rank", "4", "--run.nproc_per_node", "1")
+    weft(work_dir, "export", "adapted", "adapter", "--adapter", "--prove")
+    weft(work_dir, "export", "adapted", "merged", "--prove")
+
     further = ("train", "reward", "--model.path", "out", *KEYS, "--run.dir", "further")
     weft(work_dir, *further, "--train.steps", "1", "--run.nproc_per_node", "1")
     [first] = records(work_dir / "further")

@@ -16,7 +16,7 @@ from tests.layouts import parse
 from tests.small import Overrides, full_tensor, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
-from weft.config.schema import DataSection, TrainSection
+from weft.config.schema import DataSection, TrainSection, replace
 from weft.data.conversations import check_conversations
 from weft.data.dataset import open_dataset
 from weft.data.loader import IGNORE_INDEX, Batch, Loader, build_mixture
@@ -198,6 +198,26 @@ def test_reward_layouts_gradients_equal_one_process(
         assert rank["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
 
 
+def test_reward_with_lora_trains_the_head(store: str) -> None:
+    tuned: Overrides = [*MODEL, ("lora.rank", "4")]
+    [one] = run_ranks(gradients, 1, tuned, store, timeout=180)
+    assert one["grads"].pop("score.weight").abs().max() > 0
+    assert all("lora" in name for name in one["grads"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2 dp_shard2 train.microbatch_size=2"])
+def test_reward_with_lora_layouts_gradients_equal_one_process(layout: str, store: str) -> None:
+    tuned: Overrides = [*MODEL, ("lora.rank", "4")]
+    [one] = run_ranks(gradients, 1, tuned, store, timeout=180)
+    ranks, overrides = parse(layout)
+    for rank in merged(run_ranks(gradients, ranks, tuned + overrides, store, timeout=180)):
+        for each in (one, rank):  # at first B is zero, so A has no gradient
+            for name in [name for name in each["grads"] if "lora_A" in name]:
+                assert not each["grads"].pop(name).any()
+        expect_same(rank, one, rel=1e-5)
+
+
 # --------------------------------------------------------------------------- loss and data
 
 
@@ -276,7 +296,6 @@ REWARD = ("train.objective", "reward")
     ("overrides", "key", "text"),
     [
         ([REWARD], "train.objective", "needs preference data. Use data.format=preferences."),
-        ([REWARD, PREFERENCES, ("lora.rank", "4")], "lora.rank", "the score head"),
         (
             [("model.score_head", "true")],
             "train.objective",
@@ -300,6 +319,9 @@ def test_reward_sets_the_score_head_and_unties_the_embedding() -> None:
     assert names["score.weight"].shape == (1, plan.model.dim)
     assert "lm_head.weight" not in names
     assert plan.num_params == sum(p.numel() for p in names.values())
+    tuned = resolve(replace(job, lora={"rank": 2}), Machine("cpu", devices=1))
+    assert tuned.job.lora.modules_to_save == ("score",)
+    assert tuned.num_trainable_params > plan.model.dim
     units = plan.family.unit_costs(plan.model, 64)  # type: ignore[misc]
     assert units[-1].flops_per_token == 6 * plan.model.dim
 

@@ -450,8 +450,10 @@ class LoraSection(Section):
         "layers with adapters, by the end of their names, such as q_proj, experts.up_proj, "
         "embed_tokens or lm_head; empty: all linear layers of blocks",
     )
-    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = key(
-        (), "embedding and head that are trained in full, beside the adapters"
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head", "score"], ...] = key(
+        (),
+        "embedding and head that are trained in full, beside the adapters; the score head of a "
+        "reward model always is",
     )
     trainable_tokens: tuple[NonNegative, ...] | Auto = key(
         "auto",

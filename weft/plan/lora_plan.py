@@ -45,7 +45,10 @@ def outer_targets(model: Any, section: LoraSection) -> list[Matrix]:
 
 def saved_tables(model: Any, section: LoraSection) -> list[Matrix]:
     """Return the embedding and the head that ``lora.modules_to_save`` trains in full."""
-    return [table for table in list_tables(model) if table.name in section.modules_to_save]
+    tables = list_tables(model)
+    if getattr(model, "score_head", False):
+        tables.append(Matrix("score", 1, model.dim, block=model.num_layers))
+    return [table for table in tables if table.name in section.modules_to_save]
 
 
 def row_tables(model: Any, section: LoraSection) -> list[Matrix]:
@@ -160,7 +163,7 @@ def training_cost(
     rows = [table for table in rows if f"{table.name}.lora_rows.weight" not in frozen_params]
     num_saved = sum(table.out_features * table.in_features for table in saved)
     trained += num_saved + len(section.token_ids) * model.dim * len(rows) if saved or rows else 0
-    is_head = {"lm_head", *["embed_tokens"] * getattr(model, "tied_embeddings", False)}
+    is_head = {"lm_head", "score", *["embed_tokens"] * getattr(model, "tied_embeddings", False)}
     if any(table.name in is_head for table in rows):
         active += len(section.token_ids) * model.dim
     # At sequence length 0 the model's FLOPs are 6 per weight, without attention.

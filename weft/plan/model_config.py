@@ -142,7 +142,11 @@ def add_score_head(job: Job) -> Job:
     if config is None:
         return job
     is_tied = getattr(config, "tied_embeddings", False)
-    return replace(job, model=SCORE_HEAD if is_tied else {"score_head": True})
+    changes: dict[str, dict[str, Any]] = {"model": SCORE_HEAD if is_tied else {"score_head": True}}
+    saved = job.lora.modules_to_save
+    if job.lora.has_adapters and "score" not in saved:  # frozen, its values would stay random
+        changes["lora"] = {"modules_to_save": (*saved, "score")}
+    return replace(job, **changes)
 
 
 def _read_path(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:

@@ -88,9 +88,6 @@ def check_lora(
                 rule = "has no effect without adapters (lora.rank=0)"
                 errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
         return
-    if getattr(model, "score_head", False):
-        rule = "trains adapters only, but the score head (model.score_head) must be trained, too"
-        errors.add(key, rule, "use 0, which trains all weights", ("train.objective",))
     matrices = list_matrices(model, family)
     if not matrices:
         rule = f"needs nn.Linear layers in the blocks, which {job.model.kind} does not have"

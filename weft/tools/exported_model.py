@@ -27,6 +27,8 @@ def load_model(request: dict[str, Any], answer: dict[str, Any]) -> Any:
     known: Any = transformers.AutoModelForCausalLM
     if request["has_scores"]:
         known = transformers.AutoModelForSequenceClassification
+        if request["base"]:  # of an adapter; its padding is that of texts
+            config.num_labels, config.pad_token_id = 1, None
     model_class = known._model_mapping[type(config)]
     # Lists of names about which transformers says nothing.
     for silent in ("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing"):

@@ -406,7 +406,7 @@ def _table_weights(
     """
     weights: dict[str, Weight] = {}
     indices: dict[str, list[int]] = {}
-    for table in TABLES:
+    for table in ("embed_tokens", "score") if "score" in lora.modules_to_save else TABLES:
         hf_name, weight = mapping.hf_name(f"{table}.weight"), trained_with.get(f"{table}.weight")
         if weight is None:
             if TABLES[0] in lora.modules_to_save:  # a tied head, which PEFT stores once more
@@ -480,7 +480,7 @@ def _peft_config(
     }
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if "score" in lora.modules_to_save else "CAUSAL_LM",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rank_stabilized,
