@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 from weft.config.reader import read_job
+from weft.estimate.analytic import DecoderFormulas
 from weft.estimate.cost import Matmul
+from weft.estimate.forecast import price_traces
 from weft.estimate.op_recorder import OpCall
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import TracePricer, find_fused_exchanges, to_matmul
@@ -39,6 +41,28 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(states: str) -> None:
     update = 4 + 4 + moments + 4 + moments + (4 if states == "float32" else 0)
     swept = pricer.price_optimizer().traffic_bytes / (plan.num_params / 2)
     assert swept == pytest.approx(norm + update, rel=1e-3)
+
+
+def test_step_of_kto_has_a_second_forward_pass() -> None:
+    """By the trace and by the formulas; its memory is that of DPO."""
+    forward, seconds, memory = [], [], []
+    for name, data in (("dpo", "preferences"), ("kto", "unpaired")):
+        keys = [("model.num_layers", "4"), ("train.seq_len", "1024"), ("train.objective", name)]
+        keys += [("train.global_batch_size", "2"), ("data.format", data)]
+        job, _, errors = read_job("llama3-8b", keys)
+        assert not errors
+        machine = cluster_machine(parse_cluster("1x2xH100"))
+        plan, device = resolve(job, machine), get_device("H100")
+        traces = trace_ranks(plan)
+        stage = TracePricer(traces[0], plan, device).price_stage(0)
+        forward.append(sum(work.flops * count for work, count in stage.forward))
+        prediction = price_traces(plan, machine, device, traces)
+        memory.append(prediction.needed_bytes)
+        formulas = DecoderFormulas(plan, device).estimate_step().stages[0]
+        seconds.append(sum(work.flops * count for work, count in formulas.forward))
+    assert forward[1] == pytest.approx(2 * forward[0])
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+    assert memory[1] == pytest.approx(memory[0], rel=1e-3)
 
 
 def test_compiled_loss_has_no_float32_logits() -> None:

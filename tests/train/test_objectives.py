@@ -589,6 +589,28 @@ def test_kto_run_learns_labels_and_resumes_bitwise(texts: dict[str, str], tmp_pa
     expect_bitwise_resume(keys, text, tmp_path / "two", result)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard2", "pp2", "cp2 tp2"])
+def test_kto_run_resumes_in_another_layout(
+    layout: str, texts: dict[str, str], tmp_path: Path
+) -> None:
+    """The answers that prompts swap, and the divergence, do not depend on the layout."""
+    text, one, two = texts["unpaired"], tmp_path / "one", tmp_path / "two"
+    keys = [*objective_keys("kto"), *RUN]
+    run_ranks(train_rank, 1, [*keys, ("run.dir", str(one))], text)
+    fault = ("resilience.faults", '[{site = "step", passing = 5, kind = "raise"}]')
+    keys += [fault, ("run.dir", str(two))]
+    with pytest.raises(RankError, match="injected fault"):
+        run_ranks(train_rank, 1, keys, text)
+    ranks, overrides = parse(layout)
+    run_ranks(train_rank, ranks, keys + overrides, text, timeout=180)
+    for ours, theirs in zip(read_rows(two), read_rows(one), strict=True):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=2e-4)
+        for key in ("metrics", "eval_metrics"):
+            assert ours.get(key, {}) == pytest.approx(theirs.get(key, {}), rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["ipo", "orpo", "simpo"])
 def test_objective_run_learns_preferences_and_resumes_bitwise(
     name: str, texts: dict[str, str], tmp_path: Path

@@ -185,7 +185,8 @@ def evaluate_sources(
         if plan.has_score_head and kind != "preferences":
             raise WeftError(f"{name}: holds {kind}, but a reward model compares preferences")
         if kind in ("preferences", "unpaired") and not plan.has_score_head:
-            raise WeftError(f"{name}: cannot be evaluated, because it holds {kind}, not text")
+            noun = "answers with labels" if kind == "unpaired" else kind
+            raise WeftError(f"{name}: cannot be evaluated, because it holds {noun}, not text")
         sums = torch.zeros(1 + len(train_step.metric_names), 2, dtype=torch.float64)
         for split in [split for each, split in parts if each is source]:
             if not source.store.split(split).tokens:
