@@ -335,3 +335,30 @@ def test_best_checkpoint_that_is_still_being_written_counts(
     ]
     run(tmp_path, store_path, {2: 1.0, 4: 2.0, 6: 2.0}, *keys)
     assert kept_steps(tmp_path) == [2, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_run_that_stopped_early_is_complete_for_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later evaluation improves the loss by 100, so the third one ends the run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["train", "demo", "--run.dir", str(tmp_path / "run"), "--run.nproc_per_node", "1"]
+    words += ["--train.steps", "30", "--train.eval_interval", "2", "--train.early_stopping", "2"]
+    words += ["--train.early_stopping_delta", "100", "--checkpoint.best", "eval_loss"]
+    words += ["--train.eval_sequences", "2", "--monitor.report", "false"]
+    words += ["--monitor.eval_prompts", ""]
+    assert main(words) == 0
+    first = capfd.readouterr().out
+    assert "step 6: stopped early: eval_loss has not improved by more than 100 in 2" in first
+    assert "trained 6 steps" in first
+    assert "best eval_loss, of step" in first
+    assert main(words) == 0
+    second = capfd.readouterr().out
+    assert "is complete at step 6: stopped early" in second
+    assert "raise train.early_stopping, or set it to 0" in second
+    assert kept_steps(tmp_path / "run")[-1] == 6
+    assert main(["hang", str(tmp_path / "run")]) == 0
+    assert "no hang: the run is complete, at step 6" in capfd.readouterr().out
