@@ -206,8 +206,12 @@ def test_import_of_a_tokenizer_with_more_entries_grows_the_model(tmp_path: Path)
     (source / "tokenizer.json").write_bytes(add_tokens(content, NewTokens((), NEW)))
     grown = -(-(rows + 2) // 64) * 64
     assert f"{rows} rows become {grown};" in import_model(source, tmp_path / "imported", ignore)
+    keys = [("run.dir", str(tmp_path / "imported")), ("data.path", str(chat_file(tmp_path)))]
+    adapted = prepare_job("lora", [*keys, ("run.nproc_per_node", "1")])[1]
+    assert adapted.job.lora.token_ids == (rows, rows + 1)
     plan = prepare(tmp_path, source)
     assert plan.model.vocab_size == grown
+    assert plan.job.lora.trainable_tokens == "auto"
     import_source(plan, open_source(plan), CONSOLE)
     states = [
         read_state(tmp_path / name / "checkpoints" / "step-00000000")

@@ -177,6 +177,28 @@ def test_lora_resumed_in_another_layout_has_the_same_losses(
             assert (tensor - theirs[name]).norm() < 1e-2 * theirs[name].norm(), name
 
 
+def test_trained_tables_begin_as_imported_and_resume_in_another_layout(
+    source: Path, store_path: Path, tmp_path: Path
+) -> None:
+    """The embedding is trained in full; of the head, the rows of two tokens."""
+    keys = [("lora.modules_to_save", "embed_tokens"), ("lora.trainable_tokens", "83,221")]
+    whole = run(source, tmp_path / "whole", store_path, "dp_shard2", 4, *keys)
+    half = run(source, tmp_path / "half", store_path, "dp_shard2", 2, *keys)
+    run(source, half, store_path, "tp2", 4, *keys)
+    assert losses(half) == pytest.approx(losses(whole), rel=1e-5)
+    ours, theirs = newest_state(half), newest_state(whole)
+    assert ours.keys() == theirs.keys()
+    tables = {name for name in ours if name.startswith("model.") and ".lora_A" not in name}
+    tables = {name for name in tables if ".lora_B" not in name}
+    assert tables == {"model.embed_tokens.weight", "model.lm_head.lora_rows.weight"}
+    imported = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    # Four steps of at most the learning rate.
+    moved = (theirs["model.embed_tokens.weight"] - imported).abs().max()
+    assert 0 < moved < 0.05
+    assert theirs["model.lm_head.lora_rows.weight"].shape == (2, 128)
+    assert theirs["model.lm_head.lora_rows.weight"].any()
+
+
 def test_lora_resume_without_base_is_refused(
     trained: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:

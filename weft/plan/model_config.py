@@ -28,7 +28,7 @@ from weft.models.hf_mapping import (
     text_config,
 )
 from weft.plan.tokenizer_conversion import ORIGINALS, with_tokenizer
-from weft.plan.vocabulary import find_growth
+from weft.plan.vocabulary import count_entries, find_growth
 
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
 PATH_REMEDY = (
@@ -158,7 +158,7 @@ def _read_path(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigEr
     if saved is not None and (
         is_same_path(section.path, saved.model.path) if is_named else section == recipe.model
     ):
-        new_ids = saved.lora.token_ids
+        new_ids = saved.lora.token_ids or _find_new_ids(run_dir)
         given = section.overrides()  # a change is an error of `weft.train.job_checks`
         changed = {k: v for k, v in given.items() if is_named and k in CHANGEABLE_KEYS}
         section, directory = (
@@ -213,6 +213,19 @@ def take_tokenizer(job: Job) -> Job:
         return job
     file = locate_model(job.model.path).absolute() / "tokenizer.json"
     return replace(job, data={"tokenizer": str(file)})
+
+
+def _find_new_ids(run_dir: Path) -> tuple[int, ...]:
+    """Return the ids for which an import has added rows, by the run's files."""
+    try:
+        with open_regular(run_dir / "huggingface" / "config.json") as content:
+            tree = text_config(json.loads(content.read()), FAMILIES)
+        with open_regular(run_dir / "tokenizer.json") as content:
+            entries, _ = count_entries(content.read())
+    except Exception:  # imported from a run; other checks report a damaged file
+        return ()
+    rows = tree.get("vocab_size")
+    return tuple(range(rows, entries)) if isinstance(rows, int) else ()
 
 
 def with_rows(section: ModelSection, rows: int) -> ModelSection:

@@ -457,7 +457,13 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool, has_nodes: bool) -> list[
         return errors  # the file has other keys than the run, so no comparison is right
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     if old.lora.path:  # imported adapters, and changes of the lengths of quantized rows
-        kept = ("path", *FIXED_BY_ADAPTER, *(["quantize"] if old.lora.dora else []))
+        kept = (
+            "path",
+            *FIXED_BY_ADAPTER,
+            "modules_to_save",
+            "trainable_tokens",
+            *(["quantize"] if old.lora.dora else []),
+        )
         fixed = (*fixed, *(f"lora.{name}" for name in kept))
     changes = difference(expand_preset(job), expand_preset(old))
     if "model.kind" in changes:  # then the other keys of the model follow from it
