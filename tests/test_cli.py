@@ -532,6 +532,7 @@ def test_command_in_a_removed_directory_is_refused(tmp_path: Path) -> None:
 def test_generate_without_a_checkpoint_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (line,) = rejected(capsys, "generate", str(tmp_path))
-    assert "is neither a run directory" in line
+    for options in ([], ["--step", "best"]):
+        (line,) = rejected(capsys, "generate", str(tmp_path), *options)
+        assert "is neither a run directory" in line
     assert os.listdir(tmp_path) == []

@@ -96,7 +96,7 @@ def find_checkpoint(path: Path, step: int | str | None = None) -> CheckpointRef:
             rule = f"has a damaged job.toml ({errors[0]})"
             raise InvalidConfig([ConfigError("checkpoint", str(run_dir), rule)])
         paths = list_checkpoints(checkpoint_dir(job.checkpoint, run_dir)) if is_run else [path]
-    if step is not None and not is_run:
+    if step is not None and paths and not is_run:
         rule, remedy = "is for a run directory, not for a checkpoint", "leave it out"
         raise InvalidConfig([ConfigError("step", step, rule, remedy)])
     if step is not None and paths:
