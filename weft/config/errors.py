@@ -174,6 +174,8 @@ def _singular(word: str) -> str:
 def _is_misspelling(word: str, right: str) -> bool:
     """Return True if ``word`` differs from ``right`` by letters that one mistypes."""
     shorter, longer = sorted((word, right), key=len)
+    if longer in (f"un{shorter}", f"non{shorter}", f"dis{shorter}"):  # the opposite
+        return False
     if re.sub(r"\D", "", word) != re.sub(r"\D", "", right):  # versions: v3, H200, beta1
         return False
     if re.sub(r"(.)\1", r"\1", longer) == re.sub(r"(.)\1", r"\1", shorter):
