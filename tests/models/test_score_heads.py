@@ -114,7 +114,8 @@ def test_exported_padding_never_ends_an_answer(
     tree["pad_token_id"] = source_pad if is_id else tokenizer.token_to_id(source_pad)
     tree["eos_token_id"] = tokenizer.token_to_id("</s>")
     (source / "config.json").write_text(json.dumps(tree))
-    import_model(source, run, lambda progress: None, force=True)
+    message = import_model(source, run, lambda progress: None, force=True)
+    assert ("is an end token: transformers reads the score" in message) == (not is_id)
     export_checkpoint(run, out, "float32", "5GB", lambda progress: None)
     written = json.loads((out / "config.json").read_text())["pad_token_id"]
     assert written == (source_pad if is_id else tokenizer.token_to_id(expected))

@@ -412,6 +412,13 @@ def _describe_training(tree: dict[str, Any], config: Any) -> Iterator[str]:
     for name, reason in UNAPPLIED_FIELDS.items():
         if tree.get(name):
             yield f"{name}={tree[name]} in config.json is not applied: {reason}"
+    ends, padding = tree.get("eos_token_id"), tree.get("pad_token_id")
+    pads_with_end = padding is not None and padding in (ends if isinstance(ends, list) else [ends])
+    if pads_with_end and getattr(config, "score_head", False):
+        yield (
+            f"pad_token_id={padding} is an end token: transformers reads the score of this model "
+            "before it, if an answer ends in it; weft reads it at the end token"
+        )
     rate = getattr(config, "balance_rate", 0.0)
     if rate and getattr(config, "num_experts", 0):
         yield (
