@@ -487,6 +487,12 @@ NOT_RUN = [
         "train.label_smoothing=0.1 train.objective=dpo data.format=preferences",
         MEANING,
     ),
+    NotRun(
+        "train.neftune_alpha",
+        "is not supported by the model family",
+        f"train.neftune_alpha=5 model.kind={HERE}:NO_HEADS model.preset=one",
+        USER,
+    ),
     NotRun("train.objective", "needs logits", "model.score_head=true", MEANING),
     NotRun(
         "train.objective",

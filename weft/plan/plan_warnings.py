@@ -179,13 +179,13 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "train.early_stopping_delta": EffectRule(
         lambda plan: plan.job.train.early_stopping > 0,
         "the run does not stop early (train.early_stopping=0)",
-        "Set train.early_stopping to a number of evaluations",
+        "Set train.early_stopping=3, a number of evaluations",
     ),
     "checkpoint.best": _EVALUATIONS,
     "checkpoint.best_mode": EffectRule(
         lambda plan: plan.job.checkpoint.best != "off",
         "there is no metric (checkpoint.best=off)",
-        "Set checkpoint.best, such as eval_loss",
+        "Set checkpoint.best=eval_loss",
     ),
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
