@@ -150,6 +150,11 @@ def write_inputs(directory: Path, hub: Path) -> None:
             {"prompt": ask["content"], "chosen": answer["content"], "rejected": "Oslo"}
             for ask, answer in chats()
         ],
+        "answers.jsonl": [
+            {"prompt": ask["content"], "completion": text, "label": text != "Oslo"}
+            for ask, answer in chats()
+            for text in (answer["content"], "Oslo")
+        ],
     }
     for name, values in rows.items():
         lines = "".join(json.dumps(value) + "\n" for value in values)
