@@ -156,6 +156,7 @@ class Layout:
     # A collective's input is reusable only once the device has reached the collective.
     uses_record_stream: bool = False
     tp_gather_bytes: int = 2
+    objective: str = "next_token"
 
     @property
     def dp_size(self) -> int:

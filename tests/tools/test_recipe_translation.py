@@ -958,7 +958,7 @@ lora_modules_to_save: [embed_tokens, lm_head]
     assert found.recipe["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
     assert not [name for name in found.unsupported if "token" in name or "modules" in name]
     assert "resize_token_embeddings_to_32x" in found.ignored
-    other = translate(tmp_path, "b.yaml", SMALL_AXOLOTL + lines.replace("lm_head", "score"))
+    other = translate(tmp_path, "b.yaml", SMALL_AXOLOTL + lines.replace("lm_head", "q_proj"))
     assert "lora.modules_to_save" not in other.recipe
     assert any("modules_to_save" in name for name in other.unsupported)
 

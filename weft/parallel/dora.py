@@ -110,13 +110,15 @@ def magnitude_scale(
     if input_group is not None:
         squares = sum_over_ranks(squares, input_group)
     before, after = squares.sqrt().clamp(min=SMALLEST_NORM)
-    scale: Tensor = (before + magnitude.float()) / after
+    scale: Tensor = (before + magnitude) / after
     return scale
 
 
 @torch.no_grad()
 def row_squares(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return squared row norms of W and W + s B A: float32 ``[2, ..., outputs]``.
+    """Return squared row norms of W and W + s B A: ``[2, ..., outputs]``.
+
+    They are float32, or float64 if B is.
 
     Args:
         weight: W ``[..., outputs, inputs]``, maybe quantized.
@@ -126,8 +128,9 @@ def row_squares(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """
     if weight.dtype == torch.uint8:
         weight = dequantize_matrix(weight, a.dtype)
-    before = torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32).square()
-    b = b.float()
-    mixed = ((weight @ a.mT).float() * b).sum(-1)
-    after = before + 2 * scaling * mixed + scaling**2 * ((b @ (a @ a.mT).float()) * b).sum(-1)
+    dtype = torch.promote_types(b.dtype, torch.float32)
+    before = torch.linalg.vector_norm(weight, dim=-1, dtype=dtype).square()
+    b = b.to(dtype)
+    mixed = ((weight @ a.mT).to(dtype) * b).sum(-1)
+    after = before + 2 * scaling * mixed + scaling**2 * ((b @ (a @ a.mT).to(dtype)) * b).sum(-1)
     return torch.stack((before, after.clamp(min=0)))
