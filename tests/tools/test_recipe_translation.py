@@ -1121,7 +1121,11 @@ def test_name_with_a_newline_adds_no_line_to_the_recipe(tmp_path: Path) -> None:
                 "metric_for_best_model": "rewards/rejected",
                 "greater_is_better": False,
             },
-            ("reward_rejected", "min"),
+            ("reward_rejected", None),
+        ),
+        (  # in transformers, higher is better for all names but those of losses
+            {"load_best_model_at_end": True, "metric_for_best_model": "rewards/rejected"},
+            ("reward_rejected", "max"),
         ),
     ],
 )

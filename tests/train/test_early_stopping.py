@@ -20,6 +20,7 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_man
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.checkpoint.storage import open_directory
 from weft.cli.main import main
+from weft.config.schema import TrainSection
 from weft.config.writer import to_toml
 from weft.monitor.run_reader import RunReader
 from weft.monitor.signals import StopRequested
@@ -27,6 +28,7 @@ from weft.tools.inference_model import find_checkpoint
 from weft.tools.report.report_summary import headline
 from weft.train.early_stopping import add_evaluation_to_state, describe_early_stop, read_early_stop
 from weft.train.job_checks import check_names
+from weft.train.loss import OBJECTIVES, build_objective
 from weft.train.metric_logger import MetricLogger
 from weft.train.state import TrainState
 
@@ -97,11 +99,16 @@ def test_best_checkpoint_of_another_metric_has_its_direction(
     found = find_best(list_checkpoints(tmp_path / "checkpoints"), metric)
     assert found is not None
     assert checkpoint_step(found[0]) == 2
-    names = {
-        name: get_best_metric(small_job(("checkpoint.best", name)).checkpoint)
-        for name in ("eval_loss", "mtp_loss", "reward_accuracy")
-    }
-    assert [each.is_higher_better for each in names.values()] == [False, False, True]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_best_metric_of_every_objective_has_its_direction(objective: str) -> None:
+    section = TrainSection(objective=objective, sft_weight=1.0)
+    metrics = build_objective(objective, section).metrics or ("mtp_loss/1", "mtp_loss/12")
+    for name in ("eval_loss", *metrics):
+        metric = get_best_metric(small_job(("checkpoint.best", name)).checkpoint)
+        higher = {"reward_margin", "reward_accuracy", "reward_chosen"}
+        assert metric.is_higher_better == (name in higher), name
 
 
 def test_best_checkpoint_after_a_rollback_is_one_before_it(

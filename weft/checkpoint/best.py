@@ -11,6 +11,7 @@ checkpoint exists.  It then adds `EVALUATION_FILE` to the checkpoint.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ from weft.config.schema import CheckpointSection
 
 EVALUATION_FILE = "evaluation.json"  # {"manifest": its hash, and fields of the manifest}
 FIELDS = ("evaluation", "early_stopping")
+# Endings of the names of metrics whose lower values are better, without the number of mtp_loss/1.
+LOWER_IS_BETTER = ("loss", "nll", "kl", "reward_rejected")
 
 
 class BestMetric(NamedTuple):
@@ -49,7 +52,8 @@ def get_best_metric(section: CheckpointSection) -> BestMetric:
         return BestMetric("eval_loss", is_higher_better=False)
     if section.best_mode != "auto":
         return BestMetric(section.best, section.best_mode == "max")
-    return BestMetric(section.best, not section.best.endswith("loss"))
+    name = re.sub(r"/\d+$", "", section.best)
+    return BestMetric(section.best, not name.endswith(LOWER_IS_BETTER))
 
 
 def read_evaluation(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -787,7 +787,9 @@ class CheckpointSection(Section):
         "addition to keep_latest; off: none",
     )
     best_mode: Literal["auto", "min", "max"] = key(
-        "auto", "best value of the metric; auto: min if its name ends with loss, else max"
+        "auto",
+        "best value of the metric; auto: min for losses (mtp_loss/1 too), chosen_nll, kl and "
+        "reward_rejected, else max",
     )
     local_dir: Text = key(
         "off",

@@ -21,6 +21,7 @@ from typing import Any
 
 import tomli_w
 
+from weft.checkpoint.best import get_best_metric
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import expand_path
 from weft.config.peer_configs import (
@@ -31,7 +32,7 @@ from weft.config.peer_configs import (
 )
 from weft.config.peer_names import load_peer_answers, load_peer_names
 from weft.config.reader import check_section
-from weft.config.schema import PAIR_OBJECTIVES, SECTIONS
+from weft.config.schema import PAIR_OBJECTIVES, SECTIONS, CheckpointSection
 from weft.data.chat_rows import FIELDS, MESSAGE_FIELDS, ROLE_NAMES
 from weft.tools.dataset_info import INFO_FILE, convert_entry, read_dataset_info
 
@@ -1377,7 +1378,9 @@ def _trainer_best(t: Translation) -> None:
     if keeps_best or metric != "eval_loss":
         names = ("load_best_model_at_end", "metric_for_best_model")
         t.set("checkpoint.best", metric, *names, note="weft export RUN OUT --step best")
-    if isinstance(is_greater, bool) and is_greater != (name != "loss"):
+    if not isinstance(is_greater, bool):
+        is_greater = name != "loss"
+    if is_greater != get_best_metric(CheckpointSection(best=metric)).is_higher_better:
         t.set("checkpoint.best", metric, "metric_for_best_model")
         t.set("checkpoint.best_mode", "max" if is_greater else "min", "greater_is_better")
 
