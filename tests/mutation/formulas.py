@@ -2272,11 +2272,12 @@ def check_losses() -> None:
                     losses_of(known, Rows(*(c[i : i + 64] for c in rows))).sum()
                     for i in range(0, len(inputs), 64)
                 ]
-            mean = float(sum(parts)) / int((targets != NONE).sum())
+            evaluated = int((targets != NONE).sum())
+            mean = float(sum(parts)) / evaluated
             expect(is_close(first_half["nats_per_token"], mean, 1e-4), f"nats, {packing}", module)
             split = store.manifest.validation
             predicted = split.tokens - (split.documents if packing == "documents" else 1)
-            expect(first_half["tokens"] == predicted, "tokens that are predicted", module)
+            expect(first_half["tokens"] == evaluated, "tokens that are predicted", module)
             expect(is_close(first_half["perplexity"], math.exp(mean), 1e-3), "perplexity", module)
             bits = mean * predicted / split.bytes / math.log(2)
             expect(is_close(first_half["bits_per_byte"], bits, 1e-3), "bits per byte", module)

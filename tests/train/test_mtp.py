@@ -154,17 +154,18 @@ def compare_to_plain(seed: int) -> list[float]:
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
-    batches = [random_batch(rng, length, vocab_size, packed, weighted) for _ in range(2)]
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    while True:
+        batches = [random_batch(rng, length, vocab_size, packed, weighted) for _ in range(2)]
+        plain = [plain_losses(weights, b, plan.model, smoothing) for b in batches]
+        columns = [
+            [each for losses in column for each in losses] for column in zip(*plain, strict=True)
+        ]
+        if all(columns):  # short documents may have no target at a depth
+            break
+    by_depth = [torch.stack(column) for column in columns]
     assert (built.train_step._head_weight is not None) == chunked
     loss = built.train_step.forward_backward(batches)
-
-    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    by_depth = [
-        torch.stack([each for losses in column for each in losses])
-        for column in zip(
-            *(plain_losses(weights, b, plan.model, smoothing) for b in batches), strict=True
-        )
-    ]
     means = [losses_N2[:, 0].sum() / losses_N2[:, 1].sum() for losses_N2 in by_depth]
     expected = means[0] + weight / depth * torch.stack(means[1:]).sum()
     expected_grads = torch.autograd.grad(expected, list(weights.values()))
