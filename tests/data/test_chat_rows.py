@@ -150,6 +150,11 @@ def test_row_with_weights_has_the_product_of_row_and_message(
         ({"messages": [{"role": "user", "said": "b"}]}, r"no content; .*content=said", {}),
         ({"messages": [message("client", "b")]}, r"data.roles, such as client=user", {}),
         ({"prompt": "a", "completion": "b", "label": False}, "label false", {}),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "an answer with a label .KTO.; use data.format=unpaired and train.objective=kto",
+            {"preferences": True},
+        ),
         ({"messages": [ASK, ANSWER | {"weight": 2}]}, "message 2 has the weight 2", {}),
         ({"messages": [ASK, ANSWER], "weight": -0.5}, "the row has the weight -0.5, which is", {}),
         ({"messages": [ASK, ANSWER], "weight": math.nan}, "the weight nan, which is not", {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -41,6 +42,15 @@ def test_repetition_warnings_of_few_sequences_have_the_number_of_epochs(
     times = 50 * enough * 8 / sequences
     assert f" {times:,.1f} times (epochs): it has {sequences:,} sequences of 32 tokens" in output
     assert output.endswith("Use more text, a smaller train.steps or train.global_batch_size.")
+
+
+def test_repetition_warnings_with_epochs_name_the_epochs(store_path: Path) -> None:
+    text = open_dataset(store_path)
+    job = small_job(("train.epochs", "9"), ("train.steps", "auto"))
+    plan = dataclasses.replace(resolve(job, Machine("cpu", 2, world_size=1)), num_steps=10**6)
+    samples = build_mixture(text, "train", plan.seq_len, job.data, plan.seed)
+    (output,) = epoch_warnings(plan, text, samples)
+    assert output.endswith("Use more text, a smaller train.epochs.")
 
 
 def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_path: Path) -> None:
@@ -111,6 +121,7 @@ def test_plan_with_data_shrinks_a_batch_that_the_data_cannot_fill(store_path: Pa
         epochs > 3.3
     )
     assert second.startswith(f"train.epochs=3 is only {plan.num_steps} steps of {size} sequences.")
+    assert "Use more epochs, or a smaller" in second
     assert plan.warnings[-1].startswith("optim.warmup_steps=5 leaves no step")
 
 

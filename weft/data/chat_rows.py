@@ -226,6 +226,10 @@ def parse_row(row: Row) -> list[Example]:
             rule = "has label false: its answer is a bad one, and would be trained as a good one"
             remedy = "Remove such rows, or use data.format=unpaired and train.objective=kto"
             raise InvalidConversation(f"{rule}. {remedy}")
+    elif row.form.preferences and row.find("chosen") is None and row.get("label") is not None:
+        rule = "is an answer with a label (KTO)"
+        remedy = "use data.format=unpaired and train.objective=kto"
+        raise InvalidConversation(f"{rule}; {remedy}")
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _decode_json(tools, list)

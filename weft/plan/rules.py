@@ -238,8 +238,9 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
     if job.train.compares_pairs and not (has_preferences or is_unpaired):
         errors.add(key, "needs preference data", "use data.format=preferences", ("data.format",))
     if objective == "kto" and not is_unpaired:
-        rule = "needs answers with a label, or preferences, which are two of them"
-        errors.add(key, rule, "use data.format=unpaired", ("data.format",))
+        rule = "needs answers with a label"
+        remedy = "use data.format=unpaired, which also reads pairs, as two answers each"
+        errors.add(key, rule, remedy, ("data.format",))
     if is_unpaired and (objective == "next_token" or job.train.compares_pairs):
         rule = "does not read the labels of answers (data.format=unpaired)"
         remedy = "use kto, or data.format=preferences"

@@ -186,7 +186,9 @@ def evaluate_sources(
             raise WeftError(f"{name}: holds {kind}, but a reward model compares preferences")
         if kind in ("preferences", "unpaired") and not plan.has_score_head:
             noun = "answers with labels" if kind == "unpaired" else kind
-            raise WeftError(f"{name}: cannot be evaluated, because it holds {noun}, not text")
+            rule = f"{name}: cannot be evaluated, because it holds {noun}, not text"
+            remedy = "--data.path FILE --data.format chat (or text)"
+            raise WeftError(f"{rule}. Name conversations or text: {remedy}")
         sums = torch.zeros(1 + len(train_step.metric_names), 2, dtype=torch.float64)
         for split in [split for each, split in parts if each is source]:
             if not source.store.split(split).tokens:
@@ -349,8 +351,9 @@ def read_task(path: Path, fewshot: int | None = None) -> ChoiceTask:
     if fewshot and not errors and not examples:
         examples = _read_documents(tree, path, splits[1], errors)
     if fewshot and not errors and len(examples) <= fewshot:
-        rule = f"has {len(examples)} documents for {fewshot} examples and a question"
-        errors.add("--fewshot", rule, "use fewer examples", value=fewshot)
+        rule = f"needs {fewshot + 1} documents, for the examples and a question; the split has "
+        remedy = f"use at most {max(0, len(examples) - 1)}"
+        errors.add("--fewshot", f"{rule}{len(examples)}", remedy, value=fewshot)
         documents = []
     draw = _ExampleSampler(tree, examples, fewshot, is_same=splits[0] == splits[1])
     questions = []

@@ -1241,7 +1241,10 @@ def _trainer_warmup(t: Translation, kind: str, steps: Any) -> Any:
         t.set("optim.warmup_steps", number, "warmup_ratio", note=f"{share} x {steps}")
         return number
     t.set("optim.warmup_steps", "auto", "warmup_ratio", note="a tenth of the steps, at most 100")
-    remedy = "optim.warmup_steps is a number; weft train prints the number of steps"
+    if share == 0.1:
+        remedy = "above 1,000 steps set optim.warmup_steps to a tenth of the steps"
+    else:
+        remedy = "set optim.warmup_steps to this share of the steps, which weft train prints"
     t.lack("warmup_ratio", share, remedy)
     return None
 
@@ -1413,7 +1416,8 @@ def _from_huggingface(t: Translation) -> None:
     is_sft = any(n in v for n in ("max_length", "packing", "assistant_only_loss"))
     if is_dpo or is_sft or is_reward:
         for name, value in t.tables["trl_defaults"].items():
-            v.setdefault(name, value)
+            if name not in t.given:
+                v[name] = value
         v["bf16"] = not v.get("fp16") if v.get("bf16", "") == "" else v["bf16"]
         if "learning_rate" not in t.given:
             v["learning_rate"] = 1e-4 if is_reward else 1e-6 if is_dpo else 2e-5

@@ -61,6 +61,7 @@ from weft.plan.vocabulary import new_tokens
 from weft.train.environment import apply_environment, is_log_node
 from weft.train.loss import OBJECTIVES, build_objective
 from weft.train.machine import detect_machine, is_launched_rank
+from weft.train.run_dir import MAX_EPOCHS
 from weft.train.state import checkpoint_dir
 
 # Keys that a run cannot change: its weights or its data order depend on them.
@@ -621,9 +622,11 @@ def plan_with_data(plan: Plan, dataset: Dataset) -> Plan:
             "a train.global_batch_size that divides them better."
         )
     if num_steps < FEW_STEPS:
+        # More epochs than these cause a warning, too.
+        more = "more epochs, or " if train.epochs < MAX_EPOCHS else ""
         notes.append(
             f"train.epochs={train.epochs:g} is only {num_steps} step{'s' * (num_steps > 1)} of "
-            f"{plan.global_batch_size} sequences. Use more epochs, or a smaller "
+            f"{plan.global_batch_size} sequences. Use {more}a smaller "
             "train.global_batch_size or train.seq_len."
         )
     plan = changed(plan, num_steps=num_steps)

@@ -87,12 +87,14 @@ def count_epochs(
 
 def epoch_warnings(plan: Plan, dataset: Dataset, mixture: Mixture) -> Iterator[str]:
     """Yield a warning for every source with more than `MAX_EPOCHS` epochs."""
+    has_epochs = bool(plan.job.train.epochs)
+    length = "train.epochs" if has_epochs else "train.steps or train.global_batch_size"
     for name, count, epochs in count_epochs(plan, dataset, mixture):
         if epochs > MAX_EPOCHS:
             yield (
                 f"the run sees {name} {epochs:,.1f} times (epochs): it has {count:,} sequences of "
                 f"{plan.seq_len:,} tokens, and {epochs * count:,.0f} are trained on. From "
                 f"about {MAX_EPOCHS:g} epochs on repeated data teach less and less. Use more "
-                "text, a smaller train.steps or train.global_batch_size"
+                f"text, a smaller {length}"
                 + (", or a smaller weight in data.mixture." if dataset.shares else ".")
             )
