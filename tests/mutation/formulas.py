@@ -1003,7 +1003,7 @@ def check_mixture_loop() -> None:
                 {"name": name, "share": share, "store": str(store_path())}
                 for name, share in (("a", 0.7), ("b", 0.3))
             ]
-            (home / "mixture" / "mixture.json").write_text(json.dumps(listed))
+            (home / "mixture" / "mixture.json").write_text(json.dumps({"sources": listed}))
             shutil.copy(store_path() / "tokenizer.json", home / "mixture")
         dist.barrier()
         keys = [
