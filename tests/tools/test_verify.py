@@ -122,6 +122,25 @@ EXPERTS_BF16 = ["--model.kind", "moe", "--model.preset", "toy-moe"]
 EXPERTS_BF16 += ["--precision.compute_dtype", "bfloat16"]
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("objective", "data_format"),
+    [
+        ("kto", "unpaired"),
+        *(
+            pytest.param(name, "preferences", marks=pytest.mark.slow)
+            for name in ("dpo", "ipo", "orpo", "simpo", "reward")
+        ),
+    ],
+)
+def test_verify_of_an_objective_has_gradients(objective: str, data_format: str) -> None:
+    words = ["--train.objective", objective, "--data.format", data_format, "--parallel.dp_shard"]
+    report = verify(read_recipe("demo", overrides([*words, "2"])), steps=2)
+    assert report.holds
+    norms = [step.grad_norm_one for step in report.steps]
+    assert min(norms) > 0.01, norms
+
+
 def verify_experts_in_bfloat16(corrupt: Corruption | None = None) -> VerifyReport:
     job = read_recipe("demo", overrides([*DP2, *EXPERTS_BF16]))
     return verify(job, steps=1, keep=["precision.compute_dtype"], corrupt=corrupt)

@@ -71,6 +71,7 @@ from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
 from weft.parallel.float8 import is_float8_expert
 from weft.parallel.mesh import Mesh
 from weft.plan.plan import Plan
+from weft.train.loss import answer_lengths
 from weft.train.setup import Built, Rank, build
 
 # Breaks the layout on a rank, in tests.
@@ -199,7 +200,7 @@ class _Training:
         """Train one step and compare it with the reference."""
         plan, built, noise, params = self._plan, self._built, self._noise, self._params
         microbatches = self._loader.get_microbatches((step - 1) * plan.global_batch_size)
-        batches = [_mask_targets(batch) for batch in microbatches]
+        batches = [_mask_targets(batch, plan) for batch in microbatches]
         batch_sizes = [len(batch.tokens_BT) for batch in batches]
         with note_errors(f"in step {step}"), record_fingerprints(self._blocks, batch_sizes) as sums:
             loss = built.train_step.forward_backward(batches)
@@ -577,12 +578,21 @@ def _validation_batches(plan: Plan, mesh: Mesh) -> Iterator[Batch]:
         dp_size=plan.dp_size,
         microbatch_size=plan.microbatch_size,
     )
-    yield from map(_mask_targets, batches)
+    yield from (_mask_targets(batch, plan) for batch in batches)
 
 
-def _mask_targets(batch: Batch) -> Batch:
-    """Mask some targets, by a rule that reads only the tokens of their sequence."""
+def _mask_targets(batch: Batch, plan: Plan) -> Batch:
+    """Mask some targets, by a rule that reads only the tokens of their sequence.
+
+    The references of labeled answers are then those of a uniform distribution, which random weights
+    are near.  Far from the model the loss of KTO is flat, and its gradients are zero.
+    """
     tokens_BT = batch.tokens_BT
     quarters_B1 = tokens_BT[:, :1] % 4
     dropped_BT = tokens_BT % 4 < quarters_B1
-    return batch._replace(targets_BT=batch.targets_BT.masked_fill(dropped_BT, IGNORE_INDEX))
+    batch = batch._replace(targets_BT=batch.targets_BT.masked_fill(dropped_BT, IGNORE_INDEX))
+    if batch.labels_BP is None:
+        return batch
+    lengths = [answer_lengths(each)[..., 0] for each in (batch, batch.with_swapped_answers())]
+    references_BP2 = -math.log(plan.model.vocab_size) * torch.stack(lengths, dim=2)
+    return batch._replace(references_BP2=references_BP2)
