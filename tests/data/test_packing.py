@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +21,7 @@ from weft.data.chat_rows import RowFormat, parse_line
 from weft.data.chat_template import load_chat_template
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.inspect import describe_packing
+from weft.data.inspect import describe_packing, inspect_dataset
 from weft.data.loader import (
     IGNORE_INDEX,
     Batch,
@@ -287,6 +288,9 @@ def test_packing_labeled_answers_have_an_answer_to_another_prompt(data_dir: Path
                 targets = np.where(result.loss_mask, result.tokens, IGNORE_INDEX)[1:]
                 assert each.targets_BT[sample, mask].tolist() == targets.tolist()[:size]
     assert sorted(found) == list(range(len(numbers)))
+    shown = [line for line in inspect_dataset(text, 3) if line.startswith("-- ")]
+    labels = [rows[int(re.search(r":(\d+) ", line)[1]) - 1]["label"] for line in shown]  # type: ignore[index]
+    assert [line.endswith("(good)") for line in shown] == labels
     assert samples.width > 1
     skip = chosen.model_copy(update={"overlong": "skip"})
     assert 0 < pack_split(store, "train", 40, skip, 0).num_skipped < len(numbers)

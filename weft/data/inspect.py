@@ -146,7 +146,8 @@ def _show_documents(store: Store, begins: Ints, num_samples: int) -> Iterator[st
 def _show_conversations(store: Store, num_samples: int) -> Iterator[str]:
     """Yield evenly spaced conversations, with trained tokens between [[ and ]].
 
-    A weight other than 1 follows the text: [[text]]*0.5.
+    A weight other than 1 follows the text: [[text]]*0.5.  The place of an answer with a label says
+    whether it is good or bad.
     """
     for where, chunks in _sample_conversations(store, num_samples, SHOWN_TOKENS):
         yield f"-- {where}"
@@ -182,7 +183,10 @@ def _sample_conversations(
             for begin, end in pairwise(cuts)
         ]
         _, file, line = index[position].tolist()
-        yield f"{store.manifest.files[file]}:{line}", chunks
+        label = ""
+        if store.manifest.kind == "unpaired":
+            label = " (good)" if store.labels("train")[position] else " (bad)"
+        yield f"{store.manifest.files[file]}:{line}{label}", chunks
 
 
 def make_page(dataset: Dataset, num_samples: int) -> str:
