@@ -567,7 +567,6 @@ SFT = {
         (SFT | {"max_steps": 101, "warmup_ratio": 0.05}, {"optim.warmup_steps": 6}),
         (SFT, {"monitor.log_interval": 10}),
         (SFT | {"logging_steps": 7}, {"monitor.log_interval": 7}),
-        ({"learning_rate": 1e-4, "warmup_steps": 3}, {"monitor.log_interval": 500}),
     ],
 )
 def test_trl_defaults_are_those_of_trl(
