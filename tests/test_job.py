@@ -104,6 +104,8 @@ def test_an_entry_of_a_table_is_added_to_the_table(tmp_path: Path) -> None:
     assert job.launch.options == {"partition": "gpu", "gres-flags": "none"}
     assert job.data.mixture == {"a-b/c": 2.0}
     assert read_job("demo", [("data.mixture.a", "x")])[2][0].key == "data.mixture"
+    groups = read_job("demo", [("optim.groups", '[{params = ["norm.*"], lr = 0.0}]')])[2]
+    assert groups[0].rule.startswith("[0].lr is not one of params, lr_mult, ")
     assert read_job("demo", [("launch.image.a", "x")])[2][0].rule == "is not a known key"
 
 

@@ -368,7 +368,7 @@ def with_rows(change: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda i: {"prompt": f"a{i}", "response": "b", "id": i}, "id of 2 rows have no effect"),
+        (lambda i: {"prompt": f"a{i}", "response": "b", "id": i}, "id of 2 rows has no effect"),
         (lambda i: {"prompt": f"a{i}", "response": "b", "weight": 0}, "2 rows say not to train"),
         (lambda i: {"prompt": f"a{i}", "response": ""}, "2 rows have an empty answer"),
         (lambda i: {"prompt": "a", "response": "b"}, "1 rows are equal to an earlier row"),

@@ -285,6 +285,14 @@ def test_prepare_several_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert [p.key for p in caught.value.errors] == ["data.path", "data.tokenizer"]
 
 
+def test_prepare_tokenizer_that_is_a_directory_names_its_file(text: Path, tmp_path: Path) -> None:
+    train_tokenizer(["my own words, some of them here"], 280).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InvalidConfig) as caught:
+        prepare_store(section(text, tokenizer=str(tmp_path)), tmp_path / "cache")
+    [error] = caught.value.errors
+    assert error.remedy == f"use {tmp_path / 'tokenizer.json'}"
+
+
 def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) -> None:
     local, other = tmp_path / "mine.json", tmp_path / "other.json"
     train_tokenizer(["my own words, some of them here"], 280).save(str(local))

@@ -365,10 +365,13 @@ def _translate(
         # Of a list of tables, the table and its key.
         inner = [loc for loc in entry["loc"][1:3] if len(entry["loc"]) > 2]
         where = f"[{inner[0]}].{inner[1]} " if inner and isinstance(inner[0], int) else ""
+        rule = validation_rule(entry)
+        if where and entry["type"] == "extra_forbidden":
+            rule = f"is not one of {', '.join(_table_keys(kind, str(entry['loc'][0])))}"
         for last in entry["loc"][:1] or nested:
-            rules.setdefault(str(last), []).append(where + validation_rule(entry))
+            rules.setdefault(str(last), []).append(where + rule)
     errors = ConfigErrors()
-    for last, rule in rules.items():
+    for last, messages in rules.items():
         field = kind.model_fields.get(last)
         if field is None:
             remedy = nearest_key(
@@ -378,9 +381,15 @@ def _translate(
             usual = json.dumps(field.get_default(call_default_factory=True), default=str)
             default = "" if field.is_required() else f" (default {usual})"
             remedy = f"{field.description or kind.__name__}{default}"
-        shown = " or ".join(dict.fromkeys(rule))
+        shown = " or ".join(dict.fromkeys(messages))
         errors.add(f"{name}.{last}", shown, remedy, value=values.get(last, MISSING))
     return errors
+
+
+def _table_keys(kind: type[Section], name: str) -> list[str]:
+    """Return the keys of the tables of a key that is a list of tables."""
+    tables = get_args(kind.model_fields[name].annotation)
+    return [key for table in tables if table is not Ellipsis for key in table.model_fields]
 
 
 _RULES = {

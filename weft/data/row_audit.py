@@ -179,7 +179,8 @@ class RowAudit:
     def _describe(self, kind: str, found: Finding) -> str:
         count, first = f"{found.count:,}", f"the first is {found.first}"
         if kind == "unread":
-            return f"{_list_names(self._unread)} of {count} rows have no effect; {first}"
+            verb = "has" if len(self._unread) == 1 else "have"
+            return f"{_list_names(self._unread)} of {count} rows {verb} no effect; {first}"
         if kind == "columns":
             names = f"the columns {_list_names(self._unread_columns)} have no effect"
             return f"{names}; the first file with such a column is {found.first}"

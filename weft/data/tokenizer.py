@@ -61,6 +61,8 @@ def read_tokenizer(path: str | Path, new_tokens: NewTokens) -> bytes:
 
 def _not_loaded(path: str | Path, rule: str) -> InvalidConfig:
     remedy = "give the path of a tokenizer.json, or use train"
+    if (file := Path(path) / "tokenizer.json").is_file():
+        remedy = f"use {file}"
     return InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])
 
 
