@@ -177,7 +177,10 @@ def test_optimizer_groups_are_read_from_toml_and_written_back(tmp_path: Path) ->
     assert read_job(str(again))[0] == job
     for groups, rule in (
         ('[{params=["*"], lr_mult=-1}]', r"\[0\].lr_mult must be .*0"),
-        ('[{params=["*"]}, {lrmult=1}]', r"\[1\].params is missing or \[1\].lrmult is not a known"),
+        (
+            '[{params=["*"]}, {lrmult=1}]',
+            r"\[1\].params is missing or \[1\].lrmult is not one of params, lr_mult",
+        ),
     ):
         _, _, errors = read_job("demo", [("optim.groups", groups)])
         assert re.search(rule, str(errors[0]))

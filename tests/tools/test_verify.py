@@ -852,7 +852,7 @@ def test_data_is_uneven_and_depends_on_the_seed() -> None:
     def rows(seed: int) -> Batch:
         seeded = replace_sections(result.job, train={"seed": seed})
         (batch,) = measure._loader(replace(result, job=seeded), Mesh()).get_microbatches(0)  # type: ignore[arg-type]
-        return measure._mask_targets(batch)
+        return measure._mask_targets(batch, result)
 
     batch = rows(0)
     assert torch.equal(batch.tokens_BT, rows(0).tokens_BT)
