@@ -55,6 +55,32 @@ def many_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     return results
 
 
+def many_fused_gradients(
+    compute: Compute, overrides: Overrides, store: str
+) -> list[dict[str, Any]]:
+    """Return gradients with the fused loss, which never holds all logits, and without it."""
+    from weft.train import step
+
+    results = []
+    for chunk in (8, 1 << 30):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "chunk_tokens", lambda *args, chunk=chunk: chunk)
+            results += compute([overrides], store)
+    return results
+
+
+def check_fused_loss(compute: Compute, overrides: Overrides, store: Path) -> None:
+    """Compare the gradients of two ranks with the fused loss, and without it."""
+    for fused, plain in run_ranks(
+        many_fused_gradients, 2, compute, overrides, str(store), timeout=200
+    ):
+        assert fused["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert fused["grads"].keys() == plain["grads"].keys()
+        for name, grad in plain["grads"].items():
+            error = (fused["grads"][name] - grad).abs().max()
+            assert error < 1e-4 * grad.abs().max(), name
+
+
 _of_one_process: dict[Any, dict[str, Any]] = {}
 
 
@@ -145,6 +171,13 @@ def group_by_ranks(layouts: Iterable[str], most: int = 6) -> list[Any]:
         for ranks, group in sorted(by_ranks.items())
         for start in range(0, len(group), most)
     ]
+
+
+def keep_model_keys(layout: str) -> Overrides:
+    """Return the overrides of a layout that one process has, too."""
+    others = ("parallel.", "compile.", "activation_checkpoint.", "pipeline.")
+    kept = [(key, text) for key, text in parse(layout)[1] if not key.startswith(others)]
+    return [*size(layout), *kept]
 
 
 def size(layout: str) -> Overrides:

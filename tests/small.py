@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -118,6 +119,16 @@ def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]
     norm, _ = compute_grad_norm([*params.values()], stages)
     grads = {name: full_tensor(param.grad).clone() for name, param in params.items()}
     return {"loss": loss.item(), "norm": norm.item(), "grads": grads}
+
+
+def expect_same(result: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
+    """Compare the loss and each gradient, relative to its largest entry, which is not 0."""
+    assert result["loss"] == pytest.approx(expected["loss"], rel=rel)
+    assert result["grads"].keys() == expected["grads"].keys()
+    for name, grad in expected["grads"].items():
+        largest = float(grad.abs().max())
+        assert largest > 0, name
+        assert float((result["grads"][name] - grad).abs().max()) < rel * largest, name
 
 
 def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:

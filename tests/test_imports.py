@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ ORDER = (
     "__main__",
 )
 LEVEL = {name: level for level, name in enumerate(ORDER)}
+FOR_EXTRAS = {
+    "weft.parallel.float8_experts",
+    "weft.parallel.float8_tensor_parallel",
+    "weft.tools.lm_eval_model",
+}
 NAME = re.compile(r"(weft(?:\.\w+)+)(?::\w+)?")
 
 
@@ -99,6 +105,31 @@ def test_imports_have_no_cycle() -> None:
     while free := {name for name, needs in remaining.items() if not needs & set(remaining)}:
         remaining = {name: needs for name, needs in remaining.items() if name not in free}
     assert remaining == {}
+
+
+def test_modules_import_only_the_dependencies_of_the_plain_installation() -> None:
+    """``pip install weft`` brings no extra: its packages are imported inside functions.
+
+    Modules that are for an extra may import it.  Other modules import these inside functions.
+    """
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    names = (re.split(r"[^\w-]", text)[0] for text in project["dependencies"])
+    known = {name.replace("-", "_") for name in names} | sys.stdlib_module_names
+    known |= {"weft", "markupsafe", "pydantic_core"}  # of jinja2, of pydantic
+    wrong = []
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            found: list[str] = []
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in found:
+                if name in FOR_EXTRAS and module not in FOR_EXTRAS:
+                    wrong.append(f"{module} imports {name}, which is for an extra")
+                elif name.partition(".")[0] not in known and module not in FOR_EXTRAS:
+                    wrong.append(f"{module} imports {name}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("module", ["weft.cluster.start", "weft.train.loop"])

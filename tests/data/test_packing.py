@@ -273,7 +273,7 @@ def test_packing_labeled_answers_have_an_answer_to_another_prompt(data_dir: Path
     numbers = (store.index("train")[:, 2] - 1).tolist()  # lines of the documents
     packed, found = samples.packed.packed, []
     for sample in range(len(samples)):
-        documents = packed.document_order[slice(*packed.offsets[sample : sample + 2])].tolist()
+        documents = packed.documents_of(sample).tolist()
         for place, document in enumerate(documents):
             found.append(document)
             row, other = rows[numbers[document]], rows[numbers[document - 1]]

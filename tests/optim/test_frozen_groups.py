@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.layouts import check_many, group_by_ranks, size
+from tests.layouts import check_many, group_by_ranks, size, slow_layouts
 from tests.small import (
     Overrides,
     gradients,
@@ -111,16 +111,8 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("layouts", group_by_ranks(OFTEN))
+@pytest.mark.parametrize("layouts", [*group_by_ranks(OFTEN), *slow_layouts(MORE)])
 def test_frozen_group_layouts_gradients_equal_one_process(
-    layouts: list[str], store_path: Path
-) -> None:
-    check_many(layouts, store_path, lambda layout: [*MODEL, *size(layout)], 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layouts", group_by_ranks(MORE))
-def test_frozen_group_more_layouts_gradients_equal_one_process(
     layouts: list[str], store_path: Path
 ) -> None:
     check_many(layouts, store_path, lambda layout: [*MODEL, *size(layout)], 1e-5)

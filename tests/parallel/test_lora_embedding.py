@@ -11,7 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.harness import run_ranks
-from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
+from tests.layouts import (
+    check_fused_loss,
+    check_many,
+    group_by_ranks,
+    keep_model_keys,
+    many_gradients,
+    parse,
+    size,
+    slow_layouts,
+)
 from tests.parallel.test_dora import check_gradients_with_peft
 from tests.parallel.test_lora import TOLERANCE
 from tests.small import Overrides, plan_here, small_job, this_rank
@@ -74,25 +83,10 @@ MORE = [
 def test_embedding_adapters_layouts_gradients_equal_one_process(
     layouts: list[str], store_path: Path
 ) -> None:
-    prefixes = ("parallel.", "compile.", "activation_checkpoint.", "pipeline.")
-
     def model_of(layout: str) -> Overrides:
-        kept = [(k, v) for k, v in parse(layout)[1] if not k.startswith(prefixes)]
-        return [*MODEL, *size(layout), *kept]
+        return [*MODEL, *keep_model_keys(layout)]
 
     check_many(layouts, store_path, model_of, 2 * TOLERANCE, compute=many_embedding_gradients)
-
-
-def _fused(overrides: Overrides, store: str) -> list[dict[str, Any]]:
-    """Return gradients with the fused loss, which never holds all logits, and without it."""
-    from weft.train import step
-
-    results = []
-    for chunk in (8, 1 << 30):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "chunk_tokens", lambda *args, chunk=chunk: chunk)
-            results += many_embedding_gradients([overrides], store)
-    return results
 
 
 @pytest.mark.parametrize(
@@ -109,12 +103,7 @@ def test_fused_loss_of_an_adapted_head_has_the_same_gradients(
     layout: str, keys: str, store_path: Path
 ) -> None:
     overrides = [*MODEL, *size(layout), *parse(f"{layout} {keys}")[1]]
-    for fused, plain in run_ranks(_fused, 2, overrides, str(store_path), timeout=200):
-        assert fused["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-        assert fused["grads"].keys() == plain["grads"].keys()
-        for name, grad in plain["grads"].items():
-            error = (fused["grads"][name] - grad).abs().max()
-            assert error < 1e-4 * grad.abs().max(), name
+    check_fused_loss(many_embedding_gradients, overrides, store_path)
 
 
 # --------------------------------------------------------------------------- one process

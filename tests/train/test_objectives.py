@@ -26,6 +26,7 @@ from tests.layouts import parse
 from tests.monitor.test_signals import train_with_a_signal
 from tests.small import (
     Overrides,
+    expect_same,
     full_tensor,
     merged,
     plan_here,
@@ -254,15 +255,6 @@ def plain_kto(model: nn.Module, batches: list[Batch], section: TrainSection) -> 
     loss.backward()  # type: ignore[no-untyped-call]
     grads = {name: full_tensor(p.grad).clone() for name, p in trainable_parameters([model])}
     return {"loss": loss.item(), "grads": grads}
-
-
-def expect_same(result: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
-    assert result["loss"] == pytest.approx(expected["loss"], rel=rel)
-    assert result["grads"].keys() == expected["grads"].keys()
-    for name, grad in expected["grads"].items():
-        largest = float(grad.abs().max())
-        assert largest > 0, name
-        assert float((result["grads"][name] - grad).abs().max()) < rel * largest, name
 
 
 # --------------------------------------------------------------------------- conversations

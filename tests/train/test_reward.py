@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.chat import CHATML, message, write_lines, write_tokenizer
 from tests.harness import run_ranks
 from tests.layouts import parse
-from tests.small import Overrides, full_tensor, merged, plan_here, small_job, this_rank
+from tests.small import Overrides, expect_same, full_tensor, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection, TrainSection, replace
@@ -95,15 +95,6 @@ def gradients(
     return {"loss": loss.item(), "metrics": metrics_by_name, "grads": grads}
 
 
-def expect_same(result: dict[str, Any], expected: dict[str, Any], rel: float = 2e-6) -> None:
-    assert result["loss"] == pytest.approx(expected["loss"], rel=rel)
-    assert result["grads"].keys() == expected["grads"].keys()
-    for name, grad in expected["grads"].items():
-        largest = float(grad.abs().max())
-        assert largest > 0, name
-        assert float((result["grads"][name] - grad).abs().max()) < rel * largest, name
-
-
 # --------------------------------------------------------------------------- TRL
 
 
@@ -151,7 +142,7 @@ def test_reward_loss_and_gradients_equal_trl(coef: float, store: str, tmp_path: 
     loss = trainer.compute_loss(theirs, batch)
     loss.backward()
     grads = {n.removeprefix("model."): p.grad.clone() for n, p in theirs.named_parameters()}
-    expect_same(ours, {"loss": loss.item(), "grads": grads})
+    expect_same(ours, {"loss": loss.item(), "grads": grads}, rel=2e-6)
     logged = trainer._metrics["train"]
     assert ours["metrics"]["reward_margin"] == pytest.approx(logged["margin"][0], rel=1e-5)
     assert ours["metrics"]["reward_accuracy"] == pytest.approx(logged["accuracy"][0])

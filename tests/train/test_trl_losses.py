@@ -80,6 +80,12 @@ def open_trainer(kind: Any, config: Any, rows: list[Any], *, tokenizer: Any, **v
     return kind(args=args, train_dataset=dataset, processing_class=tokenizer, **models)
 
 
+REWARDS = (
+    ("reward_margin", "rewards/margins"),
+    ("reward_accuracy", "rewards/accuracies"),
+    ("reward_chosen", "rewards/chosen"),
+    ("reward_rejected", "rewards/rejected"),
+)
 TEXTS = [{"prompt": "it is", "chosen": " so", "rejected": " not"}] * 2
 
 
@@ -188,12 +194,7 @@ def test_objective_with_references_equals_trl(
     ours = compute_loss(TrainSection(**keys), model, batch)
     expect_equal(ours.loss, theirs, model)
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    for name, other in (
-        ("reward_margin", "rewards/margins"),
-        ("reward_accuracy", "rewards/accuracies"),
-        ("reward_chosen", "rewards/chosen"),
-        ("reward_rejected", "rewards/rejected"),
-    ):
+    for name, other in REWARDS:
         assert ours.metrics[name] == pytest.approx(logged[other], rel=1e-5, abs=1e-6)
 
 
@@ -275,10 +276,7 @@ def test_objective_without_references_equals_trl(
     ours = compute_loss(TrainSection(**keys), model, pack(pairs, torch.zeros(len(pairs), 2)))
     expect_equal(ours.loss, theirs, model)
     for name, other in (
-        ("reward_margin", "rewards/margins"),
-        ("reward_accuracy", "rewards/accuracies"),
-        ("reward_chosen", "rewards/chosen"),
-        ("reward_rejected", "rewards/rejected"),
+        *REWARDS,
         *((("chosen_nll", "nll_loss"),) if "chosen_nll" in ours.metrics else ()),
     ):
         assert ours.metrics[name] == pytest.approx(logged[other], rel=1e-5, abs=1e-6)

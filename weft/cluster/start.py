@@ -445,9 +445,11 @@ def print_dataset(plan: Plan, dataset: Dataset, console: Console) -> None:
         if manifest.kind != "text" or job.data.packing == "best_fit":
             line = describe_packing(source.store, plan.seq_len, job.data, plan.seed, scores)
             console.print(f"{Path(manifest.source).name}: {line}")
-    if not job.data.validates or not dataset.has_validation:
+    if not job.data.has_validation or not dataset.has_validation:
         reason = (
-            "the prepared data have none" if job.data.validates else "data.validation_fraction=0"
+            "the prepared data have none"
+            if job.data.has_validation
+            else "data.validation_fraction=0"
         )
         console.print(f"no validation set ({reason}): nothing is evaluated")
     elif dataset.validation is not None:
@@ -514,7 +516,7 @@ def print_results(plan: Plan, recipe: str, dataset: Dataset, console: Console) -
         name = recipe if recipe in recipe_names() else "demo"
         lines.append(f"       weft train {name}{own_text}   # your own text")
     elif is_next_token:
-        has_validation = dataset.has_validation and job.data.validates
+        has_validation = dataset.has_validation and job.data.has_validation
         lines.append(f"       weft evaluate {run_argument}{'' if has_validation else own_text}")
     lines.append(f"       weft report {run_argument} --serve                     # in a browser")
     console.print("\n".join(lines))

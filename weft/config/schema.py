@@ -280,7 +280,7 @@ class DataSection(Section):
         return tuple(self.mixture) or (self.path,)
 
     @property
-    def validates(self) -> bool:
+    def has_validation(self) -> bool:
         """Return True if there is a validation set."""
         return bool(self.validation_path) or self.validation_fraction > 0
 

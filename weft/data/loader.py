@@ -315,9 +315,7 @@ class PackedDocuments:
         packed = self.packed
         for row, sample in enumerate(indices.tolist()):
             end = 0
-            document_ids = packed.document_order[
-                packed.offsets[sample] : packed.offsets[sample + 1]
-            ]
+            document_ids = packed.documents_of(sample)
             for index, document in enumerate(document_ids.tolist()):
                 start, length = packed.starts[document : document + 1], packed.lengths[document]
                 span = slice(end, end + int(length))
@@ -375,7 +373,7 @@ class Pairs:
             return batch._replace(references_BP2=references_BP2)
         references_BP2 = references_BP2.to(self.references.dtype)
         for row, sample in enumerate(indices.tolist()):
-            documents = packed.document_order[packed.offsets[sample] : packed.offsets[sample + 1]]
+            documents = packed.documents_of(sample)
             pairs = torch.from_numpy(documents[::2] // 2)
             references_BP2[row, : len(pairs)] = self.references[pairs]
         return batch._replace(references_BP2=references_BP2)
@@ -420,7 +418,7 @@ class LabeledAnswers:
         labels_BP = torch.zeros(len(indices), self.width, dtype=torch.int64)
         swapped_B4T = torch.empty(len(indices), 4, self.packed.seq_len, dtype=torch.int64)
         for row, sample in enumerate(indices.tolist()):
-            documents = packed.document_order[packed.offsets[sample] : packed.offsets[sample + 1]]
+            documents = packed.documents_of(sample)
             labels_BP[row, : len(documents)] = torch.from_numpy(self.labels[documents])
             if self.references is not None:
                 known = self.references[torch.from_numpy(documents)]

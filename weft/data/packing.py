@@ -31,7 +31,7 @@ class PackedSequences:
 
     Attributes:
         starts, lengths: first token and number of input tokens of each document, int64 (n,).
-        document_order, offsets: sequence i holds ``document_order[offsets[i] : offsets[i + 1]]``.
+        document_order, offsets: see `documents_of`.
         num_skipped, num_truncated: documents too long for a sequence, dropped or truncated.
     """
 
@@ -44,6 +44,10 @@ class PackedSequences:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def documents_of(self, sequence: int) -> Ints:
+        """Return the documents of a sequence, in order."""
+        return self.document_order[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     def fill_fraction(self, seq_len: int) -> float:
         """Return the fraction of all positions that hold document tokens."""

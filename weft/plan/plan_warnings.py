@@ -57,7 +57,7 @@ def _is_user_defined(name: str) -> bool:
 
 
 _EVALUATIONS = EffectRule(
-    lambda plan: plan.job.train.eval_interval > 0 and plan.job.data.validates,
+    lambda plan: plan.job.train.eval_interval > 0 and plan.job.data.has_validation,
     "the run evaluates only at its end (train.eval_interval=0), or has no validation set "
     "(data.validation_fraction=0)",
     "Set train.eval_interval, and data.validation_path",
@@ -106,7 +106,7 @@ _CHAT = EffectRule(
 
 
 _VALIDATION = EffectRule(
-    lambda plan: plan.job.data.validates,
+    lambda plan: plan.job.data.has_validation,
     "there is no validation set, so nothing is evaluated (data.validation_fraction=0)",
     "Set data.validation_path",
 )

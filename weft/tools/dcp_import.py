@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from weft.checkpoint.distributed_checkpoint import METADATA, DistributedCheckpoint
+from weft.checkpoint.safetensors import lay_out_file
 from weft.checkpoint.storage import CorruptData
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.plan.model_config import INDEX_FILE
@@ -167,7 +167,11 @@ def _write(out: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         nonlocal part, number, size
         number += 1
         file = f"model-{number:05}.safetensors"
-        save_file(part, out / file, {"format": "pt"})
+        # Aligned: wider dtypes first.
+        part = dict(sorted(part.items(), key=lambda item: -item[1].dtype.itemsize))
+        layout = lay_out_file({name: (t.dtype, t.shape) for name, t in part.items()}, {})
+        with (out / file).open("xb") as stream:
+            layout.write(stream, part.values())
         index.update(dict.fromkeys(part, file))
         part, size = {}, 0
 

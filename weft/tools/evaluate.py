@@ -169,7 +169,7 @@ def evaluate_sources(
     eval_plan = dataclasses.replace(plan, job=eval_job)
     train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
-    if not include_train and not (job.data.validates and dataset.has_validation):
+    if not include_train and not (job.data.has_validation and dataset.has_validation):
         rule = "the run has no validation set (data.validation_fraction=0)"
         raise WeftError(f"{rule}. Name data to evaluate: --data.path FILE_OR_DIRECTORY")
     losses: list[SourceLoss | SourceScores] = []

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from weft.checkpoint.manifest import checkpoint_step, read_manifest
@@ -230,7 +229,7 @@ def draw_samples(checkpoint: CheckpointRef, chat_format: ChatFormat) -> Samples:
     """Return sequences of the validation set; random tokens if there is none."""
     rows: list[tuple[list[int], list[bool]]] = []
     origin = "random tokens, because the run has not trained"
-    if not checkpoint.job.data.validates:
+    if not checkpoint.job.data.has_validation:
         origin = "random tokens, because the run has no validation set"
     elif checkpoint_step(checkpoint.path) > 0:
         try:
@@ -321,7 +320,7 @@ def ask_transformers(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
             text = f"the process that loads the export {ended}: {lines[0]}"
             return {"versions": {}, "error": text}, {}
         answer: dict[str, Any] = json.loads(paths[1].read_text("utf-8"))
-        logits = {} if "error" in answer else load_file(paths[1].with_name(LOGITS))
+        logits = {} if "error" in answer else torch.load(paths[1].with_name(LOGITS))
     return answer, logits
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-LOGITS = "logits.safetensors"  # beside the answer: [T, V] of each sequence, float32
+LOGITS = "logits.pt"  # beside the answer: [T, V] of each sequence, float32
 
 
 def load_model(request: dict[str, Any], answer: dict[str, Any]) -> Any:
@@ -158,7 +157,7 @@ def main(request_path: Path, answer_path: Path) -> None:
     answer: dict[str, Any] = {"versions": {"transformers": transformers.__version__}}
     try:
         encode_texts(request, answer)
-        save_file(compute(request, answer), answer_path.with_name(LOGITS))
+        torch.save(compute(request, answer), answer_path.with_name(LOGITS))
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
     answer_path.write_text(json.dumps(answer), "utf-8")

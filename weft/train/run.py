@@ -113,7 +113,7 @@ def open_run(
                 dataset, split, plan.seq_len, job.data, plan.seed, plan.has_score_head
             )
             for split in SPLITS
-            if split == "train" or (job.data.validates and dataset.has_validation)
+            if split == "train" or (job.data.has_validation and dataset.has_validation)
         }
         unreadable = f"{run_dir}: the files of the run could not be read"
         if built.train_step.objective.needs_references:
