@@ -120,7 +120,7 @@ def check_proof(checkpoint: CheckpointRef, adapter: bool, errors: ConfigErrors) 
     packages = ["transformers", *(["peft"] if adapter else [])]
     for name in packages:
         if importlib.util.find_spec(name) is None:
-            rule, remedy = f"needs {name}, which is not installed", f"pip install {name}"
+            rule, remedy = f"needs {name}, which is not installed", f"run pip install {name}"
             errors.add("--prove", rule, remedy, value=MISSING)
     needed, free = count_bytes(checkpoint), available_bytes()
     if free is not None and free < needed:
