@@ -49,7 +49,7 @@ from tests import lustre_mount, s3
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.storage import create_file, open_directory, remove
+from weft.config.storage import create_file, open_directory, remove
 from weft.data.tokenizer_training import train_tokenizer
 from weft.train.setup import Built
 

@@ -24,7 +24,7 @@ from weft.checkpoint.manifest import (
     resumed_step,
 )
 from weft.checkpoint.rollback import abandon_damaged
-from weft.checkpoint.storage import open_directory
+from weft.config.storage import open_directory
 from weft.train.state import resume
 
 STEPS: Overrides = [

@@ -26,8 +26,8 @@ from weft.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from weft.checkpoint.storage import open_directory, put_if_absent
 from weft.cli.main import main
+from weft.config.storage import open_directory, put_if_absent
 from weft.config.writer import to_toml
 from weft.train.state import resume
 

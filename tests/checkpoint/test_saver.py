@@ -44,8 +44,8 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.state_dict import trainable_parameters
-from weft.checkpoint.storage import put_if_absent
 from weft.config.schema import CheckpointSection
+from weft.config.storage import put_if_absent
 from weft.data.dataset import open_dataset
 from weft.monitor.faults import install_faults
 from weft.train.loop import train

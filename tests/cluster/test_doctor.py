@@ -279,7 +279,7 @@ def test_probe_store_measures_and_leaves_no_files(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         # In a separate process: the client starts threads, after which no test may fork.
         script = (
-            "import sys; from weft.checkpoint.storage import open_directory\n"
+            "import sys; from weft.config.storage import open_directory\n"
             "from weft.cluster.probes import probe_store\n"
             "place = open_directory('s3://bucket'); place.fs.mkdir('bucket')\n"
             "found = probe_store('checkpoint.dir', 's3://bucket/run', 8 << 20)\n"

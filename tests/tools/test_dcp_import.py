@@ -17,9 +17,9 @@ from torch.nn.functional import rms_norm, silu
 from tests.harness import run_ranks
 from tests.random_runs import random_run
 from weft.checkpoint.distributed_checkpoint import DistributedCheckpoint
-from weft.checkpoint.storage import CorruptData
 from weft.cli.main import main
 from weft.config.reader import read_job
+from weft.config.storage import CorruptData
 from weft.tools.dcp_import import rename
 from weft.tools.hf_convert import export_checkpoint
 from weft.tools.inference_model import find_checkpoint, load_local_model

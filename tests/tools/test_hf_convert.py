@@ -36,7 +36,6 @@ from tests.small import (
 from weft.checkpoint import weight_files as export
 from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
 from weft.checkpoint.shard_files import group_by_size
-from weft.checkpoint.storage import open_directory
 from weft.checkpoint.weight_files import (
     INDEX,
     Weight,
@@ -46,6 +45,7 @@ from weft.checkpoint.weight_files import (
 from weft.cli.main import main
 from weft.config.errors import WeftError
 from weft.config.schema import replace
+from weft.config.storage import open_directory
 from weft.config.writer import to_toml
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress

@@ -18,9 +18,9 @@ from tests.small import Overrides, records, small_job, train_rank
 from weft.checkpoint.best import BestMetric, find_best, get_best_metric, read_evaluation
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.checkpoint.rollback import drop_later_checkpoints
-from weft.checkpoint.storage import open_directory
 from weft.cli.main import main
 from weft.config.schema import TrainSection
+from weft.config.storage import open_directory
 from weft.config.writer import to_toml
 from weft.monitor.run_reader import RunReader
 from weft.monitor.signals import StopRequested

@@ -24,10 +24,10 @@ from weft.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from weft.checkpoint.storage import is_remote
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes
 from weft.config.schema import CheckpointSection
+from weft.config.storage import is_remote
 
 EVALUATION_FILE = "evaluation.json"  # {"manifest": its hash, and fields of the manifest}
 FIELDS = ("evaluation", "early_stopping")

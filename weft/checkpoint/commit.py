@@ -35,8 +35,8 @@ from weft.checkpoint.manifest import (
     run_on_rank_0,
 )
 from weft.checkpoint.shard_files import Json, StagedShard, build_contents, shard_name, write_shards
-from weft.checkpoint.storage import create_file, is_remote, put_if_absent, remove
 from weft.config.files import sync_directory
+from weft.config.storage import create_file, is_remote, put_if_absent, remove
 from weft.monitor.faults import fault_point
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft.checkpoint.storage import CorruptData
+from weft.config.storage import CorruptData
 
 METADATA = ".metadata"
 # What describes tensors; other modules and names are refused.

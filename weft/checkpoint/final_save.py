@@ -41,10 +41,10 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.owner import write_owner
 from weft.checkpoint.shard_files import Json
-from weft.checkpoint.storage import is_remote
 from weft.config.files import replace_text
 from weft.config.mounts import existing_parent, find_mount
 from weft.config.schema import CheckpointSection
+from weft.config.storage import is_remote
 from weft.monitor.step_timer import enter_phase
 from weft.monitor.terminal import format_duration
 

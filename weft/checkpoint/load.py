@@ -55,7 +55,7 @@ from weft.checkpoint.state_dict import (
     trainable_parameters,
     upcast_moments,
 )
-from weft.checkpoint.storage import CorruptData
+from weft.config.storage import CorruptData
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import enter_phase
 from weft.parallel.dtensor import shard_offsets

@@ -49,8 +49,8 @@ from weft.checkpoint.shard_files import (
     shard_name,
     write_shards,
 )
-from weft.checkpoint.storage import CorruptData, is_remote, read_regular_file
 from weft.config.files import replace_text
+from weft.config.storage import CorruptData, is_remote, read_regular_file
 from weft.monitor.faults import fault_point
 
 _NAME = re.compile(r"([0-9]{6,20})-([0-9]{8,20})")

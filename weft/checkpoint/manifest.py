@@ -26,8 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weft.checkpoint.safetensors import parse_json
 from weft.checkpoint.shard_files import Contents, Json, parse_contents
-from weft.checkpoint.storage import CorruptData, is_remote, put_if_absent, read_regular_file
 from weft.config.errors import WeftError
+from weft.config.storage import CorruptData, is_remote, put_if_absent, read_regular_file
 
 FORMAT = 4
 

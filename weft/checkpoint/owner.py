@@ -17,11 +17,11 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from weft.checkpoint.storage import is_remote, open_directory
 from weft.config.errors import ConfigError
 from weft.config.files import replace_text
 from weft.config.reader import read_job
 from weft.config.run_paths import JOB_FILE
+from weft.config.storage import is_remote, open_directory
 
 OWNER_FILE = "run.json"  # {"run_dir": PATH, "id": ID}
 ID_FILE = ".run-id"  # in the run directory

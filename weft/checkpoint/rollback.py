@@ -13,8 +13,8 @@ from weft.checkpoint.manifest import (
     list_committed,
     read_manifest,
 )
-from weft.checkpoint.storage import is_remote, put_if_absent
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.storage import is_remote, put_if_absent
 
 
 def drop_later_checkpoints(directory: Path, step: int) -> list[int]:

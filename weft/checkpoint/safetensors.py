@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from weft.checkpoint.storage import CorruptData
+from weft.config.storage import CorruptData
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library
 

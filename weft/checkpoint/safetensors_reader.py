@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weft.checkpoint.safetensors import MAX_HEADER_BYTES, StoredTensor, parse_header
 from weft.checkpoint.shard_files import Contents, Shard, StoredFile, TensorEntry
-from weft.checkpoint.storage import CorruptData, read_range
+from weft.config.storage import CorruptData, read_range
 
 
 def read_file_contents(path: Path) -> Contents:

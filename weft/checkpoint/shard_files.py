@@ -44,7 +44,7 @@ from weft.checkpoint.safetensors import (
     parse_header,
     tensor_bytes,
 )
-from weft.checkpoint.storage import (
+from weft.config.storage import (
     CorruptData,
     allocate_buffer,
     create_file,

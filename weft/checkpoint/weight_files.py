@@ -43,10 +43,10 @@ from weft.checkpoint.shard_files import (
     shard_name,
     write_shards,
 )
-from weft.checkpoint.storage import create_file, is_remote, remove
 from weft.config.errors import WeftError
 from weft.config.files import sync_directory
 from weft.config.locks import LocksMissing, try_lock
+from weft.config.storage import create_file, is_remote, remove
 
 ROW_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor per chunk
 

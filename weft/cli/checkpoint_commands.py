@@ -92,7 +92,7 @@ def run_export(options: argparse.Namespace) -> None:
 def run_import(options: argparse.Namespace) -> None:
     """Import a Hugging Face model, or an adapter, as a run, to train it further."""
     from weft.checkpoint.distributed_checkpoint import is_distributed_checkpoint
-    from weft.checkpoint.storage import is_remote
+    from weft.config.storage import is_remote
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
     from weft.plan.model_config import locate_model

@@ -70,7 +70,7 @@ def local_path(text: str) -> Path:
 
 def directory(text: str) -> Path:
     """Parse a directory, or the URL of an object store."""
-    from weft.checkpoint.storage import open_directory
+    from weft.config.storage import open_directory
 
     if "://" not in text:
         return local_path(text)

@@ -24,13 +24,13 @@ from itertools import groupby, islice
 from pathlib import Path
 from threading import Thread
 
-from weft.checkpoint.storage import is_remote
 from weft.config.errors import InvalidConfig
 from weft.config.files import expand_path
 from weft.config.formatting import display_path
 from weft.config.locks import unwritable_error
 from weft.config.mounts import find_mount
 from weft.config.schema import DataSection
+from weft.config.storage import is_remote
 from weft.data.prepared_cache import VERIFYING_MESSAGE, WAITING_MESSAGE, Progress, Report
 from weft.data.source import detect_source
 

@@ -26,14 +26,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.storage import (
-    create_file,
-    is_remote,
-    open_directory,
-    put_if_absent,
-    read_range,
-    remove,
-)
 from weft.cluster.lustre import parse_layout
 from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa, read_text
 from weft.cluster.node_facts import (
@@ -47,6 +39,14 @@ from weft.cluster.node_facts import (
 from weft.config.errors import WeftError
 from weft.config.files import replace_text
 from weft.config.mounts import S3_MOUNT, S3_MOUNT_RULE, find_mount
+from weft.config.storage import (
+    create_file,
+    is_remote,
+    open_directory,
+    put_if_absent,
+    read_range,
+    remove,
+)
 from weft.version import __version__
 
 RENAMES, RENAME_SECONDS = 50, 1.0

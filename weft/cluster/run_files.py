@@ -7,12 +7,12 @@ from pathlib import Path
 
 from weft.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest
 from weft.checkpoint.owner import write_owner
-from weft.checkpoint.storage import remove
 from weft.config.files import replace_bytes, replace_text
 from weft.config.locks import unwritable_error
 from weft.config.reader import find_recipe, read_job
 from weft.config.run_paths import portable
 from weft.config.schema import DataSection, Job, replace
+from weft.config.storage import remove
 from weft.config.writer import to_toml
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record

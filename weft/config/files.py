@@ -2,7 +2,7 @@
 
 A reader sees the old file or the new one, never a part.  `replace_text`, `replace_bytes` and
 `write_json` write files that a run can write again.  `write_durably` waits for the disk, so that
-the file survives a power failure.  Checkpoints need more: see `weft.checkpoint.storage`.
+the file survives a power failure.  Checkpoints need more: see `weft.config.storage`.
 """
 
 from __future__ import annotations

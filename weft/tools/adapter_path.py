@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.schema import Job, LoraSection, ModelSection, replace
+from weft.config.storage import open_directory
 from weft.models import Family, load_family
 from weft.models.hf_mapping import TRAINING_KEYS
 from weft.plan.model_config import (

@@ -18,8 +18,8 @@ import torch
 
 from weft.checkpoint.distributed_checkpoint import METADATA, DistributedCheckpoint
 from weft.checkpoint.safetensors import lay_out_file
-from weft.checkpoint.storage import CorruptData
 from weft.config.errors import ConfigErrors, InvalidConfig
+from weft.config.storage import CorruptData
 from weft.plan.model_config import INDEX_FILE
 from weft.tools.hf_convert import COMPANION_FILES, read_json_object
 

@@ -20,12 +20,6 @@ import torch
 
 from weft.checkpoint.manifest import CheckpointError
 from weft.checkpoint.safetensors import parse_json
-from weft.checkpoint.storage import (
-    CorruptData,
-    check_store_writable,
-    create_file,
-    is_remote,
-)
 from weft.checkpoint.weight_files import (
     UnrepresentableValue,
     Weight,
@@ -35,6 +29,12 @@ from weft.checkpoint.weight_files import (
 )
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.escaping import is_one_line
+from weft.config.storage import (
+    CorruptData,
+    check_store_writable,
+    create_file,
+    is_remote,
+)
 from weft.data.chat_template import find_own_template, remove_marks
 from weft.data.document_tokens import (
     IMPORTED_DIR,

@@ -20,7 +20,6 @@ from weft.checkpoint.run_fingerprints import fingerprint_run
 from weft.checkpoint.safetensors import NAMES
 from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.shard_files import Contents
-from weft.checkpoint.storage import CorruptData, is_remote
 from weft.checkpoint.weight_files import (
     INDEX,
     SINGLE,
@@ -33,6 +32,7 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftErr
 from weft.config.files import replace_bytes, replace_text
 from weft.config.run_paths import portable
 from weft.config.schema import Job, LoraSection, ModelSection, replace
+from weft.config.storage import CorruptData, is_remote
 from weft.config.writer import to_toml
 from weft.data.document_tokens import find_document_tokens
 from weft.data.prepared_cache import Report

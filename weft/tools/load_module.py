@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.checkpoint.storage import open_directory
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
+from weft.config.storage import open_directory
 from weft.parallel.lora import apply_lora
 from weft.plan.model_config import locate_model
 from weft.tools.adapter_path import locate_import

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.checkpoint.manifest import list_checkpoints
-from weft.checkpoint.storage import is_remote
 from weft.checkpoint.weight_files import Weight, open_weights
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
 from weft.config.locks import hold_lock
 from weft.config.schema import POSITION_KEYS, ModelSection, replace
+from weft.config.storage import is_remote
 from weft.data.document_tokens import IMPORTED_DIR
 from weft.data.prepare import show_progress
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE

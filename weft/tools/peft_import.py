@@ -29,10 +29,10 @@ from torch import Tensor
 from weft.checkpoint.safetensors import NAMES
 from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.shard_files import Contents
-from weft.checkpoint.storage import CorruptData
 from weft.checkpoint.weight_files import Weight, open_weight
 from weft.config.errors import ConfigErrors
 from weft.config.schema import LoraSection
+from weft.config.storage import CorruptData
 from weft.models.family import Family
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, printable
 from weft.parallel.lora_rows import TABLES

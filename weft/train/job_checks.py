@@ -26,7 +26,6 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.run_fingerprints import check_run_files
-from weft.checkpoint.storage import check_store_writable, open_directory
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, lookup, suggest
 from weft.config.files import check_url, expand_path
 from weft.config.formatting import format_count, format_value
@@ -35,6 +34,7 @@ from weft.config.mounts import check_mount
 from weft.config.reader import read_job
 from weft.config.run_paths import JOB_FILE
 from weft.config.schema import CheckpointSection, DataSection, Job, difference, replace
+from weft.config.storage import check_store_writable, open_directory
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import read_start_tokens

@@ -29,8 +29,8 @@ from weft.checkpoint.manifest import (
     run_on_rank_0,
 )
 from weft.checkpoint.state_dict import frozen_parameters
-from weft.checkpoint.storage import open_directory
 from weft.config.schema import CheckpointSection
+from weft.config.storage import open_directory
 from weft.data.dataset import Dataset
 from weft.plan.plan import Plan
 from weft.version import __version__

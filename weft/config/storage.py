@@ -1,4 +1,4 @@
-"""File operations of checkpoints, on a file system or in an object store.
+"""File operations of checkpoints and token stores: file system or object store.
 
 Paths are ``pathlib.Path``, or for ``s3://bucket/prefix`` universal_pathlib's, on fsspec and s3fs.
 The two kinds of storage differ in durability and atomicity, which this module hides.  A file system
