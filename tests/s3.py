@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,6 +170,32 @@ def answers(port: int) -> bool:
         return False
 
 
+class RandomFaults:
+    """Answer about a share of the requests with 503, and cut the connection of others.
+
+    It is a ``spoil`` of `Proxy`.
+
+    Attributes:
+        refused, cut: the numbers of requests so far.
+    """
+
+    def __init__(self, share_refused: float, share_cut: float = 0.0, seed: int = 0) -> None:
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        self._shares = share_refused, share_cut
+        self.refused = self.cut = 0
+
+    def __call__(self, method: str, path: str, number: int) -> int | None:
+        with self._lock:
+            draw = self._random.random()
+            if draw < self._shares[0]:
+                self.refused += 1
+                return 503
+            if draw < sum(self._shares):
+                self.cut += 1
+                return 0
+        return None
+
+
 class Proxy:
     """Count the traffic between client and server, and let ``spoil`` inject errors.
 
@@ -175,7 +203,9 @@ class Proxy:
     None to pass the request on.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, latency_seconds: float = 0.0) -> None:
+        self.latency_seconds = latency_seconds  # of each request
+        self.bytes_by_path: Counter[str] = Counter()  # of answers to GET, without the query
         # Bytes of shards, bytes of everything, and the number of requests.
         self.fetched_bytes = self.all_bytes = self.requests = 0
         self.spoil: Callable[[str, str, int], int | None] = lambda method, path, number: None
@@ -191,6 +221,7 @@ class Proxy:
                 with lock:
                     proxy.requests += 1
                     number = proxy.requests
+                time.sleep(proxy.latency_seconds)
                 answer = proxy.spoil(self.command, self.path, number)
                 if answer == 0:
                     self.close_connection = True
@@ -208,6 +239,7 @@ class Proxy:
                 with lock:
                     if self.command == "GET":
                         proxy.all_bytes += len(content)
+                        proxy.bytes_by_path[self.path.partition("?")[0]] += len(content)
                         proxy.fetched_bytes += len(content) * ("shard-" in self.path)
                 self.send_response(reply.status)
                 for name, value in reply.getheaders():

@@ -11,14 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from xxhash import xxh3_64_hexdigest
 
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
+from weft.data import conversations
+from weft.data.dataset import dataset_from_store
+from weft.data.loader import build_mixture
 from weft.data.mixture import write_dataset
 from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress, lock_prepared, open_verified_store
-from weft.data.token_store import Store, TokenStream, hash_tokens, open_store
+from weft.data.token_store import (
+    SPLITS,
+    Store,
+    TokenStream,
+    hash_blocks,
+    hash_tokens,
+    open_store,
+)
 
 
 @pytest.fixture
@@ -69,6 +81,53 @@ def test_unigram_entropy_is_that_of_the_train_tokens(store: Store) -> None:
     _, counts = np.unique(stream.read_windows(np.array([0]), len(stream)), return_counts=True)
     p = counts / counts.sum()
     assert store.manifest.unigram_entropy_nats == pytest.approx(float(-(p * np.log(p)).sum()))
+
+
+def test_store_has_a_hash_of_each_block_and_the_ends_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 40
+    hashes = [xxh3_64_hexdigest(data[start : start + 4096]) for start in (0, 4096, 8192)]
+    assert hash_blocks(data, 4096) == "".join(hashes)
+    assert hash_blocks(b"") == ""
+    monkeypatch.setattr(conversations, "BLOCK_BYTES", 1000)
+    column = conversations._ColumnFile(tmp_path / "column", "uint16")
+    for size in (1, 499, 0, 3000, 7):
+        column.append(np.arange(size))
+    assert column.finish().block_xxh3 == hash_blocks((tmp_path / "column").read_bytes(), 1000)
+
+
+def test_document_ends_are_those_of_the_tokens(store: Store) -> None:
+    for name in SPLITS:
+        split = store.split(name)
+        expected = store.tokens(name).find_token(store.manifest.separator) + 1
+        assert split.ends is not None
+        assert split.ends.tokens == split.documents
+        np.testing.assert_array_equal(store.document_ends(name), expected)
+    for shard in [file for split in store.splits for file in split.files]:
+        assert shard.block_xxh3 == hash_blocks((store.path / shard.file).read_bytes())
+
+
+def test_store_of_an_earlier_version_has_the_same_fingerprint_and_samples(store: Store) -> None:
+    before = build_mixture(
+        dataset_from_store(store), "train", 64, DataSection(packing="best_fit"), 0
+    )
+    fingerprint, file = store.fingerprint, store.path / "store.json"
+    manifest = json.loads(file.read_text())
+    del manifest["block_bytes"]
+    for name in SPLITS:
+        (store.path / manifest[name].pop("ends")["file"]).unlink()
+        for shard in manifest[name]["shards"]:
+            del shard["block_xxh3"]
+    file.write_text(json.dumps(manifest))
+    old = open_store(store.path)
+    assert old.fingerprint == fingerprint
+    after = build_mixture(dataset_from_store(old), "train", 64, DataSection(packing="best_fit"), 0)
+    indices = np.arange(len(before.sources[0]))
+    for ours, theirs in zip(
+        before.sources[0].get_batch(indices), after.sources[0].get_batch(indices), strict=True
+    ):
+        assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 def flip_a_byte(file: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_64, xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
 from weft.config.errors import SHOWN, ConfigError, truncate_list
 from weft.config.files import write_durably
@@ -46,6 +46,7 @@ from weft.data.row_audit import RowAudit
 from weft.data.source import SourceRef, changed_error, path_error
 from weft.data.token_shards import BuiltSplits, Corpus, Encoder, entropy_nats
 from weft.data.token_store import (
+    BLOCK_BYTES,
     FORMAT,
     SPLITS,
     TEMPLATE_FILE,
@@ -326,12 +327,24 @@ class _ColumnFile:
         self._temporary_path = path.with_name(path.name + ".tmp")
         self._file = self._temporary_path.open("wb")
         self._hash, self.size = xxh3_128(), 0
+        self._blocks, self._block, self._block_size = "", xxh3_64(), 0
 
     def append(self, values: NDArray[Any]) -> None:
         data = np.ascontiguousarray(values, self._dtype).data.cast("B")
         self._file.write(data)
         self._hash.update(data)
+        while len(data):
+            part = data[: BLOCK_BYTES - self._block_size]
+            self._block.update(part)
+            self._block_size += len(part)
+            data = data[len(part) :]
+            if self._block_size == BLOCK_BYTES:
+                self._finish_block()
         self.size += values.size
+
+    def _finish_block(self) -> None:
+        self._blocks += self._block.hexdigest()
+        self._block, self._block_size = xxh3_64(), 0
 
     def finish(self) -> Shard:
         self._file.flush()
@@ -339,7 +352,10 @@ class _ColumnFile:
         size = self._file.tell()
         self._file.close()
         os.replace(self._temporary_path, self._path)
-        return Shard(self._path.name, self.size, size, self._hash.hexdigest())
+        if self._block_size:
+            self._finish_block()
+        digest = self._hash.hexdigest()
+        return Shard(self._path.name, self.size, size, digest, block_xxh3=self._blocks)
 
     def close(self) -> None:
         """Delete the file if it was not finished."""

@@ -101,9 +101,9 @@ def inspect_dataset(dataset: Dataset, num_samples: int) -> Iterator[str]:
 
 
 def _inspect_store(store: Store, num_samples: int) -> Iterator[str]:
-    stream, separator = store.tokens("train"), store.manifest.separator
+    stream = store.tokens("train")
     is_text = store.manifest.kind == "text"
-    ends = stream.find_token(separator) if is_text else store.index("train")[:, 0]
+    ends = store.document_ends("train") - 1 if is_text else store.index("train")[:, 0]
     begins = np.concatenate(([0], ends[:-1] + is_text))[: len(ends)]  # after the separator
     sizes = ends - begins
     if len(ends):

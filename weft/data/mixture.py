@@ -86,7 +86,7 @@ def _hash_documents(store: Store) -> Iterator[int]:
     """Yield a hash of the tokens of each document, conversation or pair."""
     stream, manifest = store.tokens("train"), store.manifest
     if manifest.kind == "text":
-        ends = stream.find_token(manifest.separator) + 1
+        ends = store.document_ends("train")
         if len(stream) > (ends[-1] if len(ends) else 0):
             ends = np.append(ends, len(stream))
     else:

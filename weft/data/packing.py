@@ -198,10 +198,9 @@ def _chunk_documents(store: Store, split: SplitName, seq_len: int) -> tuple[Ints
     Tokens after the last separator are a document, too: llm.c puts separators before documents.
     Documents may begin with the separator before them: see `Manifest.starts_at_separator`.
     """
-    stream = store.tokens(split)
-    ends = stream.find_token(store.manifest.separator) + 1
-    if len(stream) > (ends[-1] if len(ends) else 0):
-        ends = np.append(ends, len(stream))
+    ends, num_tokens = store.document_ends(split), store.split(split).tokens
+    if num_tokens > (ends[-1] if len(ends) else 0):
+        ends = np.append(ends, num_tokens)
     starts = np.concatenate(([0], ends))[:-1].astype(np.int64)
     if store.manifest.starts_at_separator:
         starts[1:] -= 1

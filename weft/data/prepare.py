@@ -46,7 +46,14 @@ from weft.data.prepared_cache import (
 )
 from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
-from weft.data.token_shards import CHUNK_BYTES, Corpus, Encoder, load_encoder, unigram_entropy_nats
+from weft.data.token_shards import (
+    CHUNK_BYTES,
+    Corpus,
+    Encoder,
+    load_encoder,
+    unigram_entropy_nats,
+    write_document_ends,
+)
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
 from weft.data.tokenizer import read_tokenizer
 from weft.data.tokenizer_training import train_tokenizer
@@ -321,6 +328,8 @@ def _prepare_corpus(
         if built.start_tokens is not None:
             start = tuple(built.start_tokens)
             write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
+        if section.is_text:
+            built = write_document_ends(directory, built, encoder.separator)
         entropy = built.entropy_nats
         if entropy is None:
             entropy = unigram_entropy_nats(directory, built, encoder.vocab_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,17 @@ from weft.data.document_tokens import (
     load_document_tokens,
 )
 from weft.data.prepared_cache import Report
-from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
+from weft.data.token_store import (
+    SPLITS,
+    Dtype,
+    Shard,
+    Split,
+    TokenStream,
+    hash_blocks,
+    hash_tokens,
+    map_shard,
+    token_dtype,
+)
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.data.workers import Advance
 from weft.plan.vocabulary import NO_TOKENS, NewTokens
@@ -37,7 +47,7 @@ BATCH_BYTES = 4 << 20  # text per call of the tokenizer, which uses all cores
 COUNT_TOKENS = 1 << 24  # per call of bincount
 CHUNK_BYTES = 1 << 17  # a batch of these uses all cores; far longer strings encode slowly
 
-Tokens = NDArray[np.unsignedinteger[Any]]
+Tokens = NDArray[np.integer[Any]]
 
 
 # --------------------------------------------------------------------------- corpus
@@ -278,7 +288,8 @@ def build_shards(
 
 def describe_shard(file: Path, tokens: Tokens) -> Shard:
     """Return the entry of a shard file for the manifest."""
-    return Shard(file.name, len(tokens), tokens.nbytes, hash_tokens(tokens))
+    blocks = hash_blocks(tokens.data)
+    return Shard(file.name, len(tokens), tokens.nbytes, hash_tokens(tokens), block_xxh3=blocks)
 
 
 def write_shard(file: Path, tokens: Tokens, encoder: Encoder) -> Shard:
@@ -301,6 +312,23 @@ def load_finished_shard(file: Path, encoder: Encoder) -> Shard | None:
 
 def _make_receipt(shard: Shard, encoder: Encoder) -> bytes:
     return json.dumps(asdict(shard) | {"tokenizer": encoder.hash}).encode()
+
+
+def write_document_ends(directory: Path, splits: BuiltSplits, separator: int) -> BuiltSplits:
+    """Write `Split.ends` of text, so that packing documents need not read the tokens.
+
+    External files are always on this machine: their documents are found when they are packed.
+    """
+    written = []
+    for name, split in zip(SPLITS, splits[:2], strict=True):
+        if any(shard.is_external for shard in split.shards):
+            return splits
+        shards = [map_shard(directory, splits.dtype, shard) for shard in split.shards]
+        ends = TokenStream(shards).find_token(separator) + 1
+        file = directory / f"{name}.ends"
+        write_durably(file, ends.data)
+        written.append(replace(split, ends=describe_shard(file, ends)))
+    return splits._replace(train=written[0], validation=written[1])
 
 
 # --------------------------------------------------------------------------- statistics

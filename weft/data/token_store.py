@@ -7,6 +7,7 @@ A store is a directory that ``weft.data.prepare`` writes::
     validation-00000.bin    part of the split) ends with the separator
     train-00000.json ...    receipts, which only an interrupted preparation reads; shards of files
                             with many documents have two numbers: fragment and row group
+    train.ends              ends of the documents of text in tokens, after each separator; int64
     store.json              the manifest: sizes, hashes, counts; written last
 
 A store of conversations (``weft.data.conversations``) has more files::
@@ -33,13 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import expand_path
 from weft.data.tokenizer import load_tokenizer
 
 FORMAT = 1
+BLOCK_BYTES = 4 << 20  # with its own hash, so that a part of a file can be checked
 STORE_FILE = "store.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -100,7 +102,9 @@ class TokenStream:
 class Shard:
     """Token file of the store; with an absolute path, an external file.
 
-    ``begin`` is the offset of the tokens in bytes.
+    ``begin`` is the offset of the tokens in bytes.  ``block_xxh3`` has 16 digits, the xxh3_64, for
+    each block of `Manifest.block_bytes` of the file; empty in stores of earlier versions, and of
+    external files.
     """
 
     file: str
@@ -108,6 +112,7 @@ class Shard:
     size_bytes: int
     xxh3: str
     begin: int = 0
+    block_xxh3: str = ""
 
     @property
     def is_external(self) -> bool:
@@ -121,7 +126,8 @@ class Split:
 
     ``bytes`` counts its text (0: unknown); ``tokens`` includes the separators.  A split of
     conversations also has a loss mask (``learned``) and an ``index`` of conversations, and
-    ``weights`` of tokens, if one of them is not 0 or 1.  Unpaired answers have ``labels``.
+    ``weights`` of tokens, if one of them is not 0 or 1.  Unpaired answers have ``labels``.  Text
+    may have ``ends`` of documents, which follow from the tokens.
     """
 
     documents: int
@@ -132,12 +138,18 @@ class Split:
     index: Shard | None = None
     weights: Shard | None = None
     labels: Shard | None = None
+    ends: Shard | None = None
+
+    @property
+    def content(self) -> list[Shard]:
+        """Files that determine what is trained: tokens, loss mask, index, weights, labels."""
+        columns = (self.learned, self.index, self.weights, self.labels)
+        return [*self.shards, *filter(None, columns)]
 
     @property
     def files(self) -> list[Shard]:
-        """All files of the split: tokens, loss mask, index, weights, and labels."""
-        columns = (self.learned, self.index, self.weights, self.labels)
-        return [*self.shards, *filter(None, columns)]
+        """All files of the split."""
+        return [*self.content, *filter(None, [self.ends])]
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,7 @@ class Manifest:
     files: list[str] = field(default_factory=list)  # of conversations; the index refers to them
     start_tokens: list[int] = field(default_factory=list)  # of documents; see document_tokens
     notes: list[str] = field(default_factory=list)  # for the user, at every start
+    block_bytes: int = BLOCK_BYTES  # see Shard
 
     @property
     def starts_at_separator(self) -> bool:
@@ -210,6 +223,13 @@ class Store:
         assert split.index is not None, f"{self.path} holds no conversations"
         return map_shard(self.path, "int64", split.index).reshape(-1, 3)
 
+    def document_ends(self, name: SplitName) -> NDArray[np.int64]:
+        """Return the position after each separator of a split of text, int64 (n,)."""
+        split = self.split(name)
+        if split.ends is not None:
+            return np.asarray(map_shard(self.path, "int64", split.ends))
+        return self.tokens(name).find_token(self.manifest.separator) + 1
+
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that encoded the text."""
         return load_tokenizer(self.path / TOKENIZER_FILE)[0]
@@ -223,7 +243,7 @@ class Store:
     def fingerprint(self) -> str:
         """Return a hash of tokens and tokenizer that does not depend on the path."""
         m = self.manifest
-        hashes = [[shard.xxh3 for shard in split.files] for split in (m.train, m.validation)]
+        hashes = [[shard.xxh3 for shard in split.content] for split in self.splits]
         return hash_json([m.format, m.dtype, m.separator, m.tokenizer_hash, hashes])
 
 
@@ -242,6 +262,13 @@ def map_shard(directory: Path, dtype: str, shard: Shard) -> NDArray[Any]:
 def hash_tokens(tokens: NDArray[Any]) -> str:
     """Return the xxh3_128 of the tokens' bytes in hexadecimal."""
     return xxh3_128_hexdigest(tokens.data) if len(tokens) else xxh3_128_hexdigest(b"")
+
+
+def hash_blocks(data: bytes | memoryview[Any], block_bytes: int = BLOCK_BYTES) -> str:
+    """Return the xxh3_64 of each block of a file's bytes: see `Shard`."""
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    starts = range(0, len(view), block_bytes)
+    return "".join(xxh3_64_hexdigest(view[start : start + block_bytes]) for start in starts)
 
 
 def hash_json(value: object) -> str:
@@ -322,6 +349,8 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
             f"separator {manifest.separator} is outside the vocabulary of "
             f"{manifest.vocab_size} entries"
         )
+    if manifest.block_bytes < 1:
+        yield f"block_bytes is {manifest.block_bytes}"
     for name in SPLITS:
         split: Split = getattr(manifest, name)
         if split.tokens != sum(shard.tokens for shard in split.shards):
@@ -342,6 +371,8 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"{name} does not have the labels of a store of kind {manifest.kind}"
         if split.labels is not None and split.labels.tokens != split.documents:
             yield f"{name}.labels has {split.labels.tokens} entries for {split.documents} documents"
+        if split.ends is not None and split.ends.tokens > split.tokens:
+            yield f"{name}.ends has {split.ends.tokens} entries for {split.tokens} tokens"
         if split.index is not None and split.index.tokens != 3 * split.documents:
             yield f"{name}.index has {split.index.tokens} numbers for {split.documents} documents"
         for shard in split.files:
@@ -350,6 +381,7 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
                 id(split.index): "int64",
                 id(split.weights): "float32",
                 id(split.labels): "uint8",
+                id(split.ends): "int64",
             }
             dtype = dtypes.get(id(shard))
             width = np.dtype(dtype or manifest.dtype).itemsize
@@ -358,6 +390,9 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
                     f"{shard.file!r} has {shard.tokens} entries from byte {shard.begin} in "
                     f"{shard.size_bytes} bytes"
                 )
+            blocks = -(-shard.size_bytes // max(1, manifest.block_bytes))
+            if shard.block_xxh3 and len(shard.block_xxh3) != 16 * blocks:
+                yield f"{shard.file!r} has no hash for each of its {blocks} blocks"
             # Files of the store have a bare name; external files have an absolute path.
             if not shard.is_external and (
                 Path(shard.file).name != shard.file or shard.begin or "\0" in shard.file
