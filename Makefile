@@ -67,7 +67,7 @@ docs: install
 
 # Up to 20 minutes of short runs on this machine's GPUs, and one page of the results.
 gpu: install
-	$(VENV)/bin/weft doctor --gpu-tour
+	$(VENV)/bin/python -m benchmarks.gpu_check
 
 # What weft and its GPU tests need beside torch, for a machine without a network.
 wheels: install

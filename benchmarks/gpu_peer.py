@@ -1,10 +1,11 @@
-"""Measure Hugging Face's Llama in a plain PyTorch loop, to compare with the GPU tour.
+"""Measure Hugging Face's Llama in a plain PyTorch loop, to compare with the GPU check.
 
     python benchmarks/gpu_peer.py --preset 8b --layers 6 --seq_len 8192
 
 The model has the shape of weft's preset.  The loop has bfloat16 autocast, the fused AdamW, clipping
-at 1.0, and two sequences per step, one at a time, as the stage "eager" of ``weft doctor
---gpu-tour``.  It needs transformers, and runs on one GPU, or on a CPU as a test of itself.
+at 1.0, and two sequences per step, one at a time, as the stage "eager" of ``python -m
+benchmarks.gpu_check``.  It needs transformers, and runs on one GPU, or on a CPU as a test of
+itself.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ environment variables, limits, directories.
   srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks and versions of all nodes
   srun --nodes 4 --ntasks-per-node=1 weft doctor --network     and the network between them
   weft doctor --logs runs/7                                    known accidents in a run's logs
-  weft doctor --gpu-tour                                       20 minutes of runs, and one page
 
 'weft train RECIPE --preflight' runs the checks on every node before its ranks start.  These keys
 change what is checked: run.dir, run.nodes, run.rendezvous, run.device, checkpoint.dir,
@@ -20,10 +19,6 @@ names the network that NCCL uses, and slow nodes.  docs/efa.md explains the find
 --logs reads logs, or all logs of a run directory, and names known accidents of NCCL and EFA with
 their remedies.  It checks nothing else.
 
---gpu-tour trains small models in short runs: eager and compiled, in float8, sharded, with tensor
-parallelism, with checkpoints.  It compares them with the plan, and writes one page that you can
-send to others.  docs/gpu-tour.md describes it.  It takes run.dir and run.device.
-
 exit status: 0 nothing bad; 1 a bad finding; 2 a mistake in the arguments
 """
 
@@ -32,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import time
 from pathlib import Path
 
@@ -42,23 +36,18 @@ from weft.config.errors import MISSING, ConfigErrors
 from weft.config.reader import read_job
 from weft.config.schema import Job
 
-DEFAULT_RECIPE = "demo"
-TOUR_KEYS = ("run.dir", "run.device")
-
 
 def add_doctor(commands: Commands) -> None:
     """Add ``weft doctor``."""
     add = add_command(commands, "doctor", run_doctor, __doc__).add_argument
     text = "recipe whose directories, object store and nodes are checked"
-    add("recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=text)
+    add("recipe", metavar="RECIPE", nargs="?", default="demo", help=text)
     add("--full", action="store_true", help="also test every pair of GPUs, and larger files")
     add("--json", action="store_true", help="print one JSON object instead")
     text = "with several nodes, also measure the network between them"
     add("--network", action="store_true", help=text)
     text = "find known accidents of NCCL and EFA in a log or in the logs of a run directory"
     add("--logs", metavar="PATH", action="append", default=[], help=text)
-    text = "measure short runs on the GPUs for up to 20 minutes, and write a page of the results"
-    add("--gpu-tour", action="store_true", help=text)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -70,14 +59,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     began = time.monotonic()
     job, _, errors = read_job(options.recipe, options.overrides, options.errors)
-    if options.gpu_tour:
-        check_tour_options(options, errors)
     check_network_options(options, job, errors)
     errors.raise_any()
-    if options.gpu_tour:
-        from weft.cluster.gpu_tour import run_tour
-
-        return run_tour(job, shlex.join(["weft", *options.words]))
     if options.logs:
         facts = collect_facts()
         findings = list(check_logs(map(Path, options.logs), facts))
@@ -102,14 +85,3 @@ def check_network_options(options: argparse.Namespace, job: Job, errors: ConfigE
             rule = "needs several nodes"
             remedy = "start weft doctor on each of them (srun), or set run.nodes and run.rendezvous"
             errors.add("--network", rule, remedy, value=MISSING)
-
-
-def check_tour_options(options: argparse.Namespace, errors: ConfigErrors) -> None:
-    """Add an error for each option or key that --gpu-tour would ignore."""
-    ignored = [
-        f"--{name}" for name in ("full", "json", "network", "logs") if getattr(options, name)
-    ]
-    ignored += [f"--{key}" for key, _ in options.overrides if key not in TOUR_KEYS]
-    ignored += [options.recipe] if options.recipe != DEFAULT_RECIPE else []
-    for word in ignored:
-        errors.add(word, "has no effect on --gpu-tour", "remove it", value=MISSING)

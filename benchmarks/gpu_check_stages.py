@@ -1,4 +1,4 @@
-"""Stages of ``weft doctor --gpu-tour``: short runs of ``weft train``, as data.
+"""Stages of ``python -m benchmarks.gpu_check``: short runs of ``weft train``, as data.
 
 The stages are in order of importance, since the time may end before the last one.  Runs of the
 same number of ranks have the same model, so that their speeds can be compared (`EFFECTS`).
@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.node_facts import Directory
-from weft.cluster.tour_results import (
+from benchmarks.gpu_check_results import (
     Row,
     read_checkpoints,
     read_loss,
     read_resume,
     read_speed,
 )
+from weft.cluster.node_facts import Directory
 from weft.data.stories import stories
 
 

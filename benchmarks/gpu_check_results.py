@@ -1,4 +1,4 @@
-"""Results of the stages of the GPU tour, read from the files of their runs.
+"""Results of the stages of the GPU check, read from the files of their runs.
 
 A file may be missing, cut short or damaged, because its run was killed: then a value is missing,
 and nothing is raised but `WeftError`.
@@ -48,7 +48,7 @@ class StageResult:
         seconds: wall-clock time, with the start of its processes.
         size: keys of the model; only runs of the same model are compared.
         keys: other keys that distinguish the stage.
-        command: the complete command; ``$TOUR`` is a temporary directory.
+        command: the complete command; ``$DIRECTORY`` is a temporary directory.
         output: the last lines of a stage that did not pass.
     """
 

@@ -1,6 +1,6 @@
-"""``weft doctor --gpu-tour``: its stages, the parser of their results, the page, and real runs.
+"""The GPU check: its stages, the parser of their results, the page, and real runs.
 
-The run directories in ``recorded_tour`` are of tiny models on two CPU ranks (torch 2.13), cut to
+The run directories in ``recorded_runs`` are of tiny models on two CPU ranks (torch 2.13), cut to
 the files that are read; ``planned.json`` is the output of ``weft plan --json`` for the same run.
 Results of GPUs are written by hand.
 """
@@ -25,20 +25,15 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import WEFT, processes_in
-from tests.cluster.test_node_checks import GPUS, TOPOLOGY
-from weft.cli.main import main
-from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
-from weft.cluster.gpu_tour import Tour, judge, parse_plan, run_command, run_stages
-from weft.cluster.node_facts import DeviceMeasurements, Directory, Facts, bad, ok
-from weft.cluster.tour_page import (
+from benchmarks.gpu_check import GPUCheck, judge, parse_plan, run_command, run_stages
+from benchmarks.gpu_check_page import (
     build_document,
     compute_effects,
     format_number,
     format_page,
     format_row,
 )
-from weft.cluster.tour_results import (
+from benchmarks.gpu_check_results import (
     Row,
     StageResult,
     device_rows,
@@ -50,7 +45,11 @@ from weft.cluster.tour_results import (
     read_speed,
     read_test_counts,
 )
-from weft.cluster.tour_stages import EFFECTS, SIZES, STAGES, Stage, count_ranks, resolve_keys
+from benchmarks.gpu_check_stages import EFFECTS, SIZES, STAGES, Stage, count_ranks, resolve_keys
+from tests.cluster.conftest import processes_in
+from tests.cluster.test_node_checks import GPUS, TOPOLOGY
+from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
+from weft.cluster.node_facts import DeviceMeasurements, Directory, Facts, bad, ok
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import read_json
 from weft.estimate.cost import device_spec
@@ -61,7 +60,9 @@ from weft.train.machine import detect_machine
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 
-RECORDED = Path(__file__).parent / "recorded_tour"
+CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+RECORDED = Path(__file__).parent / "recorded_runs"
 DISK = Directory("run.dir", "/runs", write=1e8, read=2e8)
 TINY = (
     "run.nproc_per_node=1 model.num_layers=2 model.dim=32 model.num_heads=4 model.num_kv_heads=2 "
@@ -344,7 +345,7 @@ FACTS = Facts(
 
 
 def sample_results() -> list[StageResult]:
-    """Results of a tour on GPUs, written by hand."""
+    """Results of a check on GPUs, written by hand."""
     speed = "tokens/s per device"
     return [
         StageResult("machine", "passed", rows=tuple(device_rows(FACTS)), seconds=30),
@@ -361,7 +362,9 @@ def sample_results() -> list[StageResult]:
 
 def test_page_has_machine_results_effects_and_reasons() -> None:
     findings = [ok("fine"), bad("GPU 3: an error", "replace it")]
-    document = build_document("weft doctor --gpu-tour", FACTS, findings, sample_results(), 600)
+    document = build_document(
+        "python -m benchmarks.gpu_check", FACTS, findings, sample_results(), 600
+    )
     page = format_page(json.loads(json.dumps(document, allow_nan=False)))
     assert page.startswith("# weft on 8 x NVIDIA H100 80GB HBM3\n")
     assert "10.0 minutes. Stages: 3 passed" in page or "Stages: 4 passed, 1 failed" in page
@@ -419,9 +422,9 @@ def test_divide_and_format_number() -> None:
 # --------------------------------------------------------------------------- processes
 
 
-def tour_in(directory: Path, **changes: Any) -> Tour:
-    tour = Tour(directory, "cpu", 2, DISK, time.monotonic() + 600)
-    return replace(tour, **changes)
+def check_in(directory: Path, **changes: Any) -> GPUCheck:
+    check = GPUCheck(directory, "cpu", 2, DISK, time.monotonic() + 600)
+    return replace(check, **changes)
 
 
 SLEEPERS = (
@@ -509,13 +512,13 @@ def test_run_stages_on_a_cpu_trains_and_skips(
         Stage("on a GPU", "", needs_gpu=True),
         Stage("large", "", ranks="all", min_devices=9),
     )
-    tests, tiny, on_gpu, large = run_stages(tour_in(tmp_path), stages)
+    tests, tiny, on_gpu, large = run_stages(check_in(tmp_path), stages)
     assert (tests.status, tests.reason) == ("skipped", "needs a GPU")
     assert (tiny.status, tiny.reason) == ("passed", "")
     assert tiny.rows[0].measured is not None
     assert tiny.rows[0].measured > 0
     assert tiny.keys.startswith("run.nproc_per_node=1 model.num_layers=2 ")
-    assert tiny.command.startswith("weft train demo --run.dir=$TOUR/tiny --run.device=cpu ")
+    assert tiny.command.startswith("weft train demo --run.dir=$DIRECTORY/tiny --run.device=cpu ")
     assert not (tmp_path / "tiny").exists()
     assert (on_gpu.status, on_gpu.reason) == ("skipped", "needs a GPU")
     assert (large.status, large.reason) == ("skipped", "needs 9 cores; this machine has 2")
@@ -528,14 +531,14 @@ def test_run_stages_interrupted_during_a_command(
     monkeypatch.chdir(tmp_path)
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    results = [*run_stages(tour_in(tmp_path), STAGES[:3])]
+    results = [*run_stages(check_in(tmp_path), STAGES[:3])]
     timer.join()
     assert [result.status for result in results] == ["skipped", "interrupted", *["not run"] * 2]
     assert processes_in(tmp_path).keys() <= {os.getpid()}
 
 
 def test_run_stages_without_time_or_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = tour_in(tmp_path, deadline=time.monotonic() + 5)
+    late = check_in(tmp_path, deadline=time.monotonic() + 5)
     assert {(r.status, r.reason) for r in run_stages(late, STAGES)} == {("skipped", "no time left")}
 
 
@@ -553,8 +556,8 @@ def test_run_stages_crashed_hanging_and_without_disk(
         Stage("wrong", "train.seq_len=1000000"),
         Stage("after", TINY, num_records=3),
     )
-    monkeypatch.setattr("weft.cluster.gpu_tour.SAVED_BYTES", 1 << 50)
-    _, crashed, hung, saving, wrong, after = run_stages(tour_in(tmp_path), stages)
+    monkeypatch.setattr("benchmarks.gpu_check.SAVED_BYTES", 1 << 50)
+    _, crashed, hung, saving, wrong, after = run_stages(check_in(tmp_path), stages)
     assert crashed.status == "failed"
     assert "rank 0 failed" in crashed.reason
     assert "rank 0 failed" in crashed.output
@@ -570,9 +573,9 @@ def test_run_stages_crashed_hanging_and_without_disk(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_tour_interrupted_leaves_a_page_and_no_process(number: int, tmp_path: Path) -> None:
+def test_gpu_check_interrupted_leaves_a_page_and_no_process(number: int, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*WEFT, "doctor", "--gpu-tour"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        CHECK, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -580,7 +583,7 @@ def test_tour_interrupted_leaves_a_page_and_no_process(number: int, tmp_path: Pa
                 break
         ready = time.monotonic() + 120
         while not any(
-            p.stat().st_size for p in tmp_path.glob("weft-gpu-tour-*/eager/metrics.jsonl")
+            p.stat().st_size for p in tmp_path.glob("weft-gpu-check-*/eager/metrics.jsonl")
         ):
             assert time.monotonic() < ready
             time.sleep(0.1)
@@ -599,13 +602,12 @@ def test_tour_interrupted_leaves_a_page_and_no_process(number: int, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300, method="signal")
-def test_tour_on_a_cpu_runs_every_stage_that_needs_no_gpu(tmp_path: Path) -> None:
-    command = [*WEFT, "doctor", "--gpu-tour", "--run.device", "cpu", "--run.dir", "out"]
-    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_gpu_check_on_a_cpu_runs_every_stage_that_needs_no_gpu(tmp_path: Path) -> None:
+    completed = run_check("--run.device", "cpu", "--run.dir", "out", cwd=tmp_path)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert completed.stderr == ""
     page, data = pages_in(tmp_path / "out")
-    assert data["command"] == "weft doctor --gpu-tour --run.device cpu --run.dir out"
+    assert data["command"] == "python -m benchmarks.gpu_check --run.device cpu --run.dir out"
     by_name = {stage["name"]: stage for stage in data["stages"]}
     for stage in STAGES:
         expected = "skipped" if stage.needs_gpu else "passed"
@@ -619,8 +621,8 @@ def test_tour_on_a_cpu_runs_every_stage_that_needs_no_gpu(tmp_path: Path) -> Non
 
 def pages_in(directory: Path) -> tuple[str, dict[str, Any]]:
     """Return the only page in a directory, and its data."""
-    (page,) = directory.glob("gpu-tour-*.md")
-    (data,) = directory.glob("gpu-tour-*.json")
+    (page,) = directory.glob("gpu-check-*.md")
+    (data,) = directory.glob("gpu-check-*.json")
     document = json.loads(data.read_text())
     assert format_page(document) == page.read_text()
     return page.read_text(), document
@@ -629,18 +631,23 @@ def pages_in(directory: Path) -> tuple[str, dict[str, Any]]:
 # --------------------------------------------------------------------------- command line
 
 
-def test_tour_refuses_what_it_would_ignore(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["doctor", "llama3-8b", "--gpu-tour", "--json", "--full", "--train.steps", "7"]
-    assert main(words) == USAGE_ERROR
-    error = capsys.readouterr().err
-    assert "4 problems" in error
-    for word in ("llama3-8b", "--json", "--full", "--train.steps"):
-        assert f"{word} has no effect on --gpu-tour. Remove it." in error
+def run_check(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [*CHECK, *words]
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
 
 
-def test_tour_in_an_unwritable_directory_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.system
+def test_gpu_check_with_a_wrong_value_or_an_unwritable_directory_is_an_error(
+    tmp_path: Path,
 ) -> None:
+    refused = run_check("--run.device", "tpu", cwd=tmp_path)
+    assert refused.returncode == USAGE_ERROR
+    assert 'run.device="tpu"' in refused.stderr
+    assert "Traceback" not in refused.stderr
     (tmp_path / "file").write_text("")
-    assert main(["doctor", "--gpu-tour", "--run.dir", str(tmp_path / "file")]) == FAILED
-    assert "cannot be written" in capsys.readouterr().err
+    refused = run_check("--run.dir", "file", cwd=tmp_path)
+    assert refused.returncode == FAILED
+    assert "cannot be written" in refused.stderr
+    assert "Traceback" not in refused.stderr

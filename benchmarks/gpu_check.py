@@ -1,13 +1,17 @@
-"""Measure this machine by short runs, and write one page: the GPU tour.
+"""Measure this machine by short runs, and write one page: the GPU check.
 
-``weft doctor --gpu-tour`` calls `run_tour`.  Each stage is a command that a user could type, in
-its own processes: ``weft plan`` predicts the run, and ``weft train`` runs it.  A stage that fails,
-hangs or is refused does not affect the others.  The page is written after every stage, so that an
-interrupted tour leaves its results.
+    python -m benchmarks.gpu_check [--run.dir DIRECTORY] [--run.device cpu]     in a clone
+
+Each stage is a command that a user could type, in its own processes: ``weft plan`` predicts the
+run, and ``weft train`` runs it.  A stage that fails, hangs or is refused does not affect the
+others.  The page is written after every stage, so that an interrupted check leaves its results.
+docs/gpu-check.md explains stages and page.  The exit status is 0 if nothing failed, 1 if a stage
+did, 2 after a mistake in the arguments, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -26,14 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.cluster import FAILED, INTERRUPTED
-from weft.cluster.device_benchmark import last_line
-from weft.cluster.doctor import collect_job_facts, count_visible_gpus
-from weft.cluster.node_checks import run_checks
-from weft.cluster.node_facts import Directory
-from weft.cluster.tour_page import build_document, format_number, format_page
-from weft.cluster.tour_results import Row, StageResult, device_rows, number, read_test_counts
-from weft.cluster.tour_stages import (
+from benchmarks.gpu_check_page import build_document, format_number, format_page
+from benchmarks.gpu_check_results import Row, StageResult, device_rows, number, read_test_counts
+from benchmarks.gpu_check_stages import (
     CPU_SIZES,
     MEMORY_MARGIN,
     STAGES,
@@ -42,17 +41,22 @@ from weft.cluster.tour_stages import (
     parse_keys,
     resolve_keys,
 )
-from weft.config.errors import WeftError
+from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
+from weft.cluster.device_benchmark import last_line
+from weft.cluster.doctor import collect_job_facts, count_visible_gpus
+from weft.cluster.node_checks import run_checks
+from weft.cluster.node_facts import Directory
+from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import expand_path, replace_text, write_json
 from weft.config.locks import unwritable_error
+from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.plan.devices import GIB
 from weft.tools.experiment import failure_reason
-from weft.version import PACKAGE_DIR
 
-TOUR_SECONDS = 20 * 60.0
+CHECK_SECONDS = 20 * 60.0
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
 PLAN_SECONDS, TEST_SECONDS = 90.0, 300.0
 RELEASE_SECONDS = 3.0  # for killed processes to release the memory of their GPUs
@@ -60,7 +64,7 @@ CPU_RANKS = 2
 RUN_BYTES = 1 << 30  # free disk for a run without checkpoints
 SAVED_BYTES = 4 * 12  # per parameter: two runs, and each has two checkpoints while it saves
 LOG_LINES = 15  # of the output of a failed stage, for the page
-CLONE = PACKAGE_DIR.parent
+CLONE = Path(__file__).parent.parent
 
 
 class StageSkipped(Exception):
@@ -68,15 +72,15 @@ class StageSkipped(Exception):
 
 
 @dataclass(frozen=True)
-class Tour:
-    """A tour in progress.
+class GPUCheck:
+    """A GPU check in progress.
 
     Attributes:
         directory: temporary directory of all runs.
         device: cpu or cuda.
         num_devices: GPUs, or ranks on a CPU.
         disk: measured speed of the disk of the directory.
-        deadline: time of `time.monotonic` at which the tour ends.
+        deadline: time of `time.monotonic` at which the check ends.
         sizes: the model by number of ranks and candidates, so that runs can be compared.
     """
 
@@ -88,14 +92,14 @@ class Tour:
     sizes: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
 
     def remaining(self) -> float:
-        """Return the seconds until the tour ends."""
+        """Return the seconds until the check ends."""
         return self.deadline - time.monotonic()
 
 
-def run_tour(
-    job: Job, command: str, stages: Sequence[Stage] = STAGES, seconds: float = TOUR_SECONDS
+def run_gpu_check(
+    job: Job, command: str, stages: Sequence[Stage] = STAGES, seconds: float = CHECK_SECONDS
 ) -> int:
-    """Run the tour, print its progress, and write the page; return the exit status.
+    """Run the check, print its progress, and write the page; return the exit status.
 
     Args:
         job: has the device, and in ``run.dir`` the directory for the page and for temporary runs;
@@ -109,11 +113,11 @@ def run_tour(
     """
     start = time.monotonic()
     root = expand_path("" if job.run.dir == "auto" else job.run.dir).absolute()
-    page = root / f"gpu-tour-{time.strftime('%Y%m%d-%H%M%S')}.md"
+    page = root / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}.md"
     results: list[StageResult] = []
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="weft-gpu-tour-", dir=root) as directory:
+        with tempfile.TemporaryDirectory(prefix="weft-gpu-check-", dir=root) as directory:
             print("checking the machine", flush=True)
             local = changed(job, run={"dir": directory, "nodes": 1})
             facts = collect_job_facts(local, full=True, with_nodes=False)
@@ -125,8 +129,8 @@ def run_tour(
             gpus = count_visible_gpus(facts)
             devices = gpus if facts.device == "cuda" else min(facts.usable, CPU_RANKS)
             disk, deadline = facts.directories[0], start + seconds
-            tour = Tour(Path(directory), facts.device, devices, disk, deadline)
-            for result in run_stages(tour, stages):
+            check = GPUCheck(Path(directory), facts.device, devices, disk, deadline)
+            for result in run_stages(check, stages):
                 results.append(result)
                 spent = time.monotonic() - start
                 document = build_document(command, facts, findings, results, spent)
@@ -141,11 +145,11 @@ def run_tour(
     return FAILED if statuses & {"failed", "timed out"} else 0
 
 
-def run_stages(tour: Tour, stages: Sequence[Stage]) -> Iterator[StageResult]:
+def run_stages(check: GPUCheck, stages: Sequence[Stage]) -> Iterator[StageResult]:
     """Yield the result of each stage; Ctrl-C ends the running one and all later ones."""
     runs: list[tuple[str, Callable[[], StageResult]]]
-    runs = [("GPU tests", partial(run_tests, tour))]
-    runs += [(stage.name, partial(run_stage, tour, stage)) for stage in stages]
+    runs = [("GPU tests", partial(run_tests, check))]
+    runs += [(stage.name, partial(run_stage, check, stage)) for stage in stages]
     is_interrupted = False
     for name, run in runs:
         start = time.monotonic()
@@ -154,7 +158,7 @@ def run_stages(tour: Tour, stages: Sequence[Stage]) -> Iterator[StageResult]:
             continue
         print(f"running: {name}", flush=True)
         try:
-            if tour.remaining() < MIN_STAGE_SECONDS:
+            if check.remaining() < MIN_STAGE_SECONDS:
                 raise StageSkipped("no time left")
             result = run()
         except StageSkipped as reason:
@@ -167,8 +171,8 @@ def run_stages(tour: Tour, stages: Sequence[Stage]) -> Iterator[StageResult]:
         result = replace(
             result,
             seconds=time.monotonic() - start,
-            reason=hide_paths(result.reason, tour),
-            output=hide_paths(result.output, tour),
+            reason=hide_paths(result.reason, check),
+            output=hide_paths(result.output, check),
         )
         text = result.reason
         if not text and result.rows:
@@ -177,29 +181,27 @@ def run_stages(tour: Tour, stages: Sequence[Stage]) -> Iterator[StageResult]:
         yield result
 
 
-def hide_paths(text: str, tour: Tour) -> str:
+def hide_paths(text: str, check: GPUCheck) -> str:
     """Return a text without the path of the temporary directory."""
-    return text.replace(str(tour.directory), "$TOUR")
+    return text.replace(str(check.directory), "$DIRECTORY")
 
 
 # --------------------------------------------------------------------------- stages
 
 
-def run_tests(tour: Tour) -> StageResult:
-    """Run the tests that need a GPU, which only a clone has.
+def run_tests(check: GPUCheck) -> StageResult:
+    """Run the tests that need a GPU.
 
     Raises:
-        StageSkipped: if there are no tests, or nothing to run them on.
+        StageSkipped: if there is no GPU, or no pytest to run them.
     """
-    if tour.device == "cpu":
+    if check.device == "cpu":
         raise StageSkipped("needs a GPU")
-    if not (CLONE / "tests" / "gpu").is_dir():
-        raise StageSkipped("needs a clone of weft's repository: the package has no tests")
     if importlib.util.find_spec("pytest") is None:
         raise StageSkipped("needs pytest: pip install pytest pytest-timeout")
     words = ["-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "tests/gpu"]
-    log = tour.directory / "tests.log"
-    limit = min(TEST_SECONDS, tour.remaining())
+    log = check.directory / "tests.log"
+    limit = min(TEST_SECONDS, check.remaining())
     status = run_command([sys.executable, *words], log, limit, cwd=CLONE)
     output = log.read_text("utf-8", "replace")
     counts = read_test_counts(output)
@@ -210,24 +212,26 @@ def run_tests(tour: Tour) -> StageResult:
     return replace(result, command=shlex.join(["python", *words]))
 
 
-def run_stage(tour: Tour, stage: Stage) -> StageResult:
+def run_stage(check: GPUCheck, stage: Stage) -> StageResult:
     """Plan and run a stage.
 
     Raises:
         StageSkipped: if this machine cannot run it.
         WeftError: if ``weft plan`` does not end, or prints no plan.
     """
-    if stage.needs_gpu and tour.device == "cpu":
+    if stage.needs_gpu and check.device == "cpu":
         raise StageSkipped("needs a GPU")
-    if tour.num_devices < stage.min_devices:
-        unit = "GPUs" if tour.device == "cuda" else "cores"
-        raise StageSkipped(f"needs {stage.min_devices} {unit}; this machine has {tour.num_devices}")
-    size, keys, plan = plan_stage(tour, stage)
+    if check.num_devices < stage.min_devices:
+        unit = "GPUs" if check.device == "cuda" else "cores"
+        raise StageSkipped(
+            f"needs {stage.min_devices} {unit}; this machine has {check.num_devices}"
+        )
+    size, keys, plan = plan_stage(check, stage)
     saved = 0.0 if stage.num_records else SAVED_BYTES * (number(plan, "num_params") or 0.0)
-    needed, free = RUN_BYTES + saved, shutil.disk_usage(tour.directory).free
+    needed, free = RUN_BYTES + saved, shutil.disk_usage(check.directory).free
     if free < needed:
         raise StageSkipped(f"needs {needed / GIB:.1f} GiB of disk; {free / GIB:.1f} GiB are free")
-    run_dir, limit = Path(keys["run.dir"]), min(stage.limit, tour.remaining())
+    run_dir, limit = Path(keys["run.dir"]), min(stage.limit, check.remaining())
     metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     words = weft_command("train", keys)
     status = run_command(
@@ -235,34 +239,34 @@ def run_stage(tour: Tour, stage: Stage) -> StageResult:
     )
     rows: list[Row] = []
     with suppress(WeftError):  # without a readable run; `judge` reports it
-        rows = stage.read(run_dir, plan, tour.disk)
+        rows = stage.read(run_dir, plan, check.disk)
     if not stage.run_name:
         shutil.rmtree(run_dir, ignore_errors=True)
     result = judge(stage.name, status, rows, log.read_text("utf-8", "replace"), limit)
     own_keys = " ".join(f"{key}={keys[key]}" for key in parse_keys(stage.keys))
-    return replace(result, size=size, keys=own_keys, command=hide_paths(shlex.join(words), tour))
+    return replace(result, size=size, keys=own_keys, command=hide_paths(shlex.join(words), check))
 
 
-def plan_stage(tour: Tour, stage: Stage) -> tuple[str, dict[str, str], dict[str, Any]]:
+def plan_stage(check: GPUCheck, stage: Stage) -> tuple[str, dict[str, str], dict[str, Any]]:
     """Return the first size that fits, all keys of the run, and its plan.
 
     Raises:
         StageSkipped: if no size fits, or the plan is refused.
         WeftError: if ``weft plan`` does not end, or prints no plan.
     """
-    ranks, directory = count_ranks(stage, tour.num_devices), tour.directory
-    candidates = stage.sizes if tour.device == "cuda" else CPU_SIZES
+    ranks, directory = count_ranks(stage, check.num_devices), check.directory
+    candidates = stage.sizes if check.device == "cuda" else CPU_SIZES
     group, log, reason = (ranks, candidates), directory / "plan.log", ""
     paths = {
         "run.dir": str(directory / (stage.run_name or re.sub(r"\W+", "-", stage.name))),
-        "run.device": tour.device,
+        "run.device": check.device,
         "data.cache_dir": str(directory / "data"),
         "compile.cache_dir": str(directory / "compiled"),
     }
-    for size in [tour.sizes[group]] if group in tour.sizes else candidates:
+    for size in [check.sizes[group]] if group in check.sizes else candidates:
         keys = paths | resolve_keys(stage, size, ranks)
         command = [*PYTHON, *weft_command("plan", keys), "--json"]
-        status = run_command(command, log, min(PLAN_SECONDS, tour.remaining()))
+        status = run_command(command, log, min(PLAN_SECONDS, check.remaining()))
         text = log.read_text("utf-8", "replace")
         if status is None:
             raise WeftError(f"weft plan did not end in time: {last_line(text)}")
@@ -274,7 +278,7 @@ def plan_stage(tour: Tour, stage: Stage) -> tuple[str, dict[str, str], dict[str,
             raise StageSkipped("needs a GPU with float8: compute capability 8.9, or MI300")
         needed, capacity = number(plan, "peak_memory_gib"), number(plan, "capacity_gib")
         if needed is None or capacity is None or needed <= (1 - MEMORY_MARGIN) * capacity:
-            tour.sizes[group] = size
+            check.sizes[group] = size
             return size, keys, plan
         reason = f"needs {needed:.1f} GiB per device and a margin of {MEMORY_MARGIN:.0%}; "
         reason += f"the device has {capacity:.1f} GiB"
@@ -347,6 +351,7 @@ def run_command(
     Returns:
         The exit status; 0 if it had done enough; None if it was killed at the limit.
     """
+    path = [str(CLONE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # has the texts
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -354,6 +359,7 @@ def run_command(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=cwd,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
@@ -385,3 +391,33 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 def count_lines(path: Path) -> int:
     """Return the number of complete lines of a file; 0 if there is none."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("gpu_check", description=(__doc__ or "").partition("\n")[0])
+    text = "directory for the page and for the temporary runs; default: the working directory"
+    parser.add_argument("--run.dir", metavar="DIRECTORY", help=text)
+    text = (
+        "cpu: run the stages that can run on a CPU, to test them; default: cuda if there is a GPU"
+    )
+    parser.add_argument("--run.device", metavar="DEVICE", help=text)
+    options = vars(parser.parse_args())
+    command = shlex.join(["python", "-m", "benchmarks.gpu_check", *sys.argv[1:]])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        keys = [(key, value) for key, value in options.items() if value is not None]
+        job, _, errors = read_job("demo", keys)
+        errors.raise_any()
+        return run_gpu_check(job, command)
+    except InvalidConfig as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+    except WeftError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The page of the GPU tour: Markdown that is readable as text, and its data.
+"""The page of the GPU check: Markdown that is readable as text, and its data.
 
 `build_document` returns the data as JSON values, and `format_page` formats nothing else, so that a
 page can be made again from the data.
@@ -14,9 +14,9 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from benchmarks.gpu_check_results import Row, StageResult, divide
+from benchmarks.gpu_check_stages import EFFECTS
 from weft.cluster.node_facts import Facts, Finding, parse_count, parse_topology
-from weft.cluster.tour_results import Row, StageResult, divide
-from weft.cluster.tour_stages import EFFECTS
 from weft.config.files import only_finite
 from weft.plan.devices import GIB
 from weft.train.run_dir import git_commit
