@@ -15,10 +15,12 @@ import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
 from tests.cluster.conftest import ONE_RANK, WEFT, Started, run_joined, run_weft
 from tests.cluster.test_launcher import TORCHRUN, reference_run, run, start_and_wait, wait_for
+from tests.monitor.test_spot_notice import INTERRUPTION, TERMINATE, FakeMetadata
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cluster import FAILED, REQUEUE, start
 from weft.cluster.rank_exit import process_status
+from weft.monitor import spot_notice
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -134,6 +136,56 @@ def test_ctrl_c_from_a_terminal_saves_and_prints_the_command_to_resume(
     assert "Ctrl-C: the ranks save a checkpoint and stop" in output
     assert f"stopped; run the same command to resume from {saved}" in output
     assert "\n  weft train demo --model.num_layers 2" in output
+
+
+@pytest.mark.system
+def test_spot_notice_saves_and_resumes_bit_for_bit(
+    arguments: list[str], store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler's SIGTERM for the same reason does not count as a second signal."""
+    monkeypatch.setattr(spot_notice, "POLL_SECONDS", 0.2)
+    command = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "20"]
+    wait = '[{site = "step", passing = 7, kind = "slow", seconds = 4}]'
+    with FakeMetadata() as server:
+        server.header = ("X-aws-ec2-metadata-token", "secret")
+        variable = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": server.url}
+        process = Started([*command, "--resilience.faults", wait], tmp_path, **variable)
+        wait_for(tmp_path / "run", 6)
+        server.texts[INTERRUPTION] = TERMINATE
+        events = tmp_path / "run/events.jsonl"
+        while "spot instance" not in events.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1.2)  # a signal within a second is a duplicate in any case
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == REQUEUE, process.stderr
+        server.shutdown()
+    notice = "AWS will terminate this spot instance at 2026-11-29T08:22:00Z"
+    assert f"{notice}: the run saves and stops" in process.stderr
+    (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
+    assert 6 <= checkpoint_step(saved) == records(tmp_path / "run")[-1]["step"] < 20
+    assert run_weft(command, tmp_path).returncode == 0
+    full = reference_run(command, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(full)
+    a, b = newest_state(tmp_path / "run"), newest_state(full)
+    assert all(a[name].equal(b[name]) for name in b)
+
+
+@pytest.mark.slow
+def test_spot_notice_to_one_node_leader_stops_all_ranks(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun the first rank of a node asks, and all ranks stop after the same step."""
+    monkeypatch.setattr(spot_notice, "POLL_SECONDS", 0.2)
+    with FakeMetadata() as server:
+        server.texts[INTERRUPTION] = TERMINATE
+        variable = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": server.url}
+        statuses, out = run_joined([*arguments, *ENDLESS], tmp_path, 2, **variable)
+        server.shutdown()
+    assert statuses == [REQUEUE, REQUEUE], out
+    assert "AWS will terminate this spot instance" in out
+    for path in list_checkpoints(tmp_path / "run/checkpoints"):
+        assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(path)
 
 
 @pytest.mark.slow

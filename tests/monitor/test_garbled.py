@@ -19,13 +19,12 @@ from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
 from weft.cli.main import main
 from weft.cluster.rank_exit import log_path, read_error_reports, write_error
 from weft.cluster.run_files import write_run_files
-from weft.cluster.start import last_logged_step
 from weft.config.errors import WeftError
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
 from weft.estimate.memory_check import RunPrediction
 from weft.monitor.device_memory import read_prediction
-from weft.monitor.jsonl import JsonlFile, read_tail
+from weft.monitor.jsonl import JsonlFile, last_logged_step, read_tail
 from weft.monitor.jsonl_reader import read_records
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import SpanWriter

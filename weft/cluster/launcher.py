@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
@@ -33,8 +34,11 @@ from weft.cluster.network_watch import enable_nccl_log, watch_network
 from weft.cluster.rank_exit import log_path, process_status, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
 from weft.config.schema import flatten
+from weft.monitor.event_log import note_event
+from weft.monitor.jsonl import last_logged_step
 from weft.monitor.process import PYTHON, single_host_env
 from weft.monitor.signals import STOP_SIGNALS, TIME_LIMIT_SIGNAL
+from weft.monitor.spot_notice import watch_spot_notices
 from weft.plan.plan import Plan
 from weft.train.environment import is_loopback
 
@@ -97,6 +101,8 @@ def launch(
     endpoint = plan.rendezvous if is_multi_node else "localhost:0"
     configure_elastic_agent(plan, endpoint, run_dir)
     killed: set[int] = set()
+    notices: list[str] = []  # that stop the run
+    report = partial(report_notice, run_dir, partial(print, file=sys.stderr))
     other_children = child_pids()  # of the program that calls weft
 
     def kill_ranks() -> signal.Signals:
@@ -111,6 +117,10 @@ def launch(
         ranks = child_pids() - other_children
         arguments = (signal.SIGTERM, threading.Event(), other_children, ranks)
         threading.Thread(target=forward_signal, args=arguments, daemon=True).start()
+
+    def stop_on_notice(text: str) -> None:
+        notices.append(text)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     # Private in torch, but it has no public hook.
     multiprocessing._get_default_signal = kill_ranks
@@ -133,9 +143,12 @@ def launch(
     spec = build_worker_spec(plan, dataset_dir, rendezvous)
     limit = job.resilience.time_limit
     try:
-        with forward_signals(
-            limit, lambda: is_multi_node and rendezvous.is_joining, log, other_children
-        ) as received:
+        with (
+            forward_signals(
+                limit, lambda: is_multi_node and rendezvous.is_joining, log, other_children, notices
+            ) as received,
+            watch_spot_notices(job.resilience.spot_notice, report, stop_on_notice),
+        ):
             return _restart_until_end(plan, spec, rendezvous, received, killed, on_restart)
     except SignalException as error:
         raise KeyboardInterrupt from error
@@ -194,6 +207,13 @@ def _restart_until_end(
             return failure
         on_restart(failure)
     raise Requeue("stopped")
+
+
+def report_notice(run_dir: Path, log: Callable[[str], object], text: str) -> None:
+    """Log a notice about this node, and add it to the events."""
+    text = f"node {socket.gethostname()}: {text}"
+    log(f"weft: {text}")
+    note_event(run_dir, "notice", last_logged_step(run_dir), text)
 
 
 def configure_elastic_agent(plan: Plan, endpoint: str, run_dir: Path) -> None:
@@ -276,6 +296,7 @@ def forward_signals(
     is_waiting: Callable[[], bool],
     log: Callable[[str], object],
     other_children: Collection[int] = (),
+    notices: Collection[str] = (),
 ) -> Iterator[list[int]]:
     """Forward the first stop signal to the ranks; the second signal kills them.
 
@@ -289,12 +310,15 @@ def forward_signals(
         is_waiting: returns True while no ranks are running.
         log: receives an explanation of Ctrl-C.
         other_children: child processes that are not ranks.
+        notices: grows before this process sends itself SIGTERM because of a notice.  A scheduler's
+            signal for the same reason may follow, and counts as the first one.
 
     Yields:
         The list of signals received.
     """
     received: list[int] = []
     first_time = 0.0  # of the first stop signal
+    num_notices = 0
     is_over = threading.Event()
     requests = {number: threading.Event() for number in (signal.SIGTERM, TIME_LIMIT_SIGNAL)}
 
@@ -306,12 +330,15 @@ def forward_signals(
             forward_signal(number, is_over, other_children)
 
     def handle(number: int, frame: object) -> None:
-        nonlocal first_time
-        if first_time:
+        nonlocal first_time, num_notices
+        if num_notices < len(notices):
+            num_notices += 1
+        elif first_time:
             if time.monotonic() < first_time + DUPLICATE_SIGNAL_SECONDS:
                 return
             raise SignalException("a second signal", signal.SIGKILL)
-        first_time = time.monotonic()  # first, because another signal may interrupt here
+        else:
+            first_time = time.monotonic()  # first, because another signal may interrupt here
         received.append(number)
         if is_waiting():
             raise Requeue("stopped")

@@ -24,7 +24,7 @@ from weft.cluster.network_checks import judge_network
 from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa
 from weft.cluster.node_facts import Facts, Finding
 from weft.monitor.event_log import note_event
-from weft.monitor.jsonl import read_tail
+from weft.monitor.jsonl import last_logged_step
 
 THREAD_NAME, POLL_SECONDS = "network watch", 0.5
 # NCCL connects while the first step runs; then the log stays the same for this long.
@@ -165,8 +165,7 @@ class NetworkWatch:
         found = [*find_signatures("\n".join(self._texts.values()), facts)]
         text += f". {found[0].cause[0].upper()}{found[0].cause[1:]}" if found else ""
         text += f". Remedy: {found[0].remedy if found else finding.remedy}"
-        last = read_tail(self.run_dir / "metrics.jsonl").last
-        note_event(self.run_dir, "warning", 0 if last is None else int(last["step"]), text)
+        note_event(self.run_dir, "warning", last_logged_step(self.run_dir), text)
         self.warn(f"warning: {text}")
 
     @contextmanager

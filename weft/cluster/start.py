@@ -26,7 +26,7 @@ from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
-from weft.cluster.launcher import Failure, Requeue, launch
+from weft.cluster.launcher import Failure, Requeue, launch, report_notice
 from weft.cluster.lustre import create_checkpoint_dir
 from weft.cluster.network_watch import name_accidents, watch_launched_ranks
 from weft.cluster.rank_exit import (
@@ -54,9 +54,10 @@ from weft.data.tokenizer import has_excess_padding
 from weft.estimate.memory_check import RunPrediction, predict_run
 from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
-from weft.monitor.jsonl import read_tail
+from weft.monitor.jsonl import last_logged_step, read_tail
 from weft.monitor.run_reader import RunReader, read_run_job
-from weft.monitor.signals import STOP_SIGNALS, listen
+from weft.monitor.signals import STOP_SIGNALS, listen, request_stop
+from weft.monitor.spot_notice import watch_spot_notices
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import format_duration, quiet_console
 from weft.plan.placement import AXES
@@ -366,6 +367,10 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
                 write_run_files(plan, base, recipe, dataset, prediction)
             dist.barrier()
             start_watchdog(job, run_dir, ranks)
+            if is_leader:
+                report = partial(report_notice, run_dir, log)
+                setting = job.resilience.spot_notice
+                stack.enter_context(watch_spot_notices(setting, report, request_stop))
             is_complete = train(plan, dataset, ranks, console, prompt_generator(plan))
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
@@ -526,12 +531,6 @@ def lacks_evaluation(run_dir: Path, step: int) -> bool:
     """Return True if a stop skipped an evaluation after ``step``, the newest of a run."""
     last = read_tail(run_dir / "metrics.jsonl").last or {}
     return last.get("step") == step and last.get("eval_skipped") is True
-
-
-def last_logged_step(run_dir: Path) -> int:
-    """Return the step of the last record; 0 if there is none."""
-    last = read_tail(run_dir / "metrics.jsonl").last
-    return 0 if last is None else int(last["step"])
 
 
 def print_restart(failure: Failure, home: Path, run_dir: Path) -> None:

@@ -867,6 +867,11 @@ class ResilienceSection(Section):
         "run the checks of weft doctor on each node before its ranks start; a node that fails "
         "exits with status 69",
     )
+    spot_notice: Literal["auto", "off"] = key(
+        "auto",
+        "on the notice of AWS, Google or Azure that a node ends, save and exit with status 75. "
+        "auto: ask the metadata service of the node every 5 seconds where there is one; off: never",
+    )
     max_restarts_per_hour: NonNegative = key(
         3, "restarts from the newest checkpoint within an hour; 0: none"
     )

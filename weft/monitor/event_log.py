@@ -25,6 +25,7 @@ Kind = Literal[
     "anomaly",
     "divergence",
     "slow rank",
+    "notice",
     "restart",
     "hang",
     "failure",

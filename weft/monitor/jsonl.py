@@ -111,6 +111,12 @@ def read_tail(path: Path, step: int = MAX_STEP) -> Tail:
     return Tail(last, None, anomalies)
 
 
+def last_logged_step(run_dir: Path) -> int:
+    """Return the step of a run's last record; 0 if there is none."""
+    last = read_tail(run_dir / "metrics.jsonl").last
+    return 0 if last is None else int(last["step"])
+
+
 def _later_anomalies(record: Record, step: int) -> list[Record]:
     """Return the anomalies in a record of later steps than ``step``."""
     value = record.get("anomalies")

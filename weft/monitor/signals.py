@@ -36,7 +36,7 @@ T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 TIME_LIMIT_SIGNAL = signal.SIGALRM  # from the launcher, after ``resilience.time_limit``
 
-_received: list[tuple[float, str]] = []  # time and name of the stop signals of this process
+_received: list[tuple[float, str]] = []  # time and name of this process's stop requests
 _arrived: list[float] = []  # their times, if a thread noticed them before the handler
 _expired: list[float] = []  # time at which the launcher's time limit was over
 
@@ -71,6 +71,11 @@ def _note_time_limit(number: int, frame: object) -> None:
     _expired.append(time.time())
 
 
+def request_stop(reason: str) -> None:
+    """Request a stop of all ranks, as a stop signal does; safe in any thread."""
+    _received.append((time.time(), reason))
+
+
 class StopRequested(Exception):
     """All ranks have agreed to stop in the middle of a step or an evaluation."""
 
@@ -79,7 +84,7 @@ class StopReason(NamedTuple):
     """The first stop request of all ranks."""
 
     time: float  # seconds since the epoch
-    text: str  # 'SIGTERM', or the name of the limit
+    text: str  # 'SIGTERM', the name of the limit, or the argument of `request_stop`
 
 
 class Votes(NamedTuple):
