@@ -54,6 +54,23 @@ ACCIDENTS: tuple[tuple[str, Facts, str], ...] = (
         "conda-plugin",
     ),
     (
+        WARN + "nccl_net_ofi_cuda_init:39 NCCL WARN NET/OFI Failed to find CUDA Runtime library: "
+        "libcudart.so: cannot open shared object file: No such file or directory\n",
+        P5,
+        "cuda-runtime",
+    ),
+    (
+        "libfabric:7:1::core:core:cuda_hmem_dl_init():471<info> Failed to dlopen libcudart.so\n",
+        P5,
+        "cuda-runtime",
+    ),
+    (
+        INFO + "NET/Plugin: Could not find: /lib/libefa.so.1: version `EFA_1.4' not found "
+        "(required by /opt/amazon/efa/lib/libfabric.so.1) libnccl-net.so\n",
+        P5,
+        "rdma-core",
+    ),
+    (
         WARN + "register_mr_buffers:544 NCCL WARN NET/OFI Unable to register memory (type = 2) for "
         "device 0. RC: -22, Error: Invalid argument\n",
         P4,
@@ -216,7 +233,8 @@ def test_logs_of_a_run_are_searched_and_each_accident_is_named_once(tmp_path: Pa
     logs.mkdir(parents=True)
     for rank in range(3):
         (logs / f"nccl-node-{rank}.log").write_text(SOCKET)
-    (logs / "rank-0.log").write_text("step 1\n" + ACCIDENTS[12][0])
+    memlock = next(text for text, _, name in ACCIDENTS if name == "memlock")
+    (logs / "rank-0.log").write_text(f"step 1\n{memlock}")
     (logs / "rank-1.log").write_bytes(b"\xff\xfe not text")
     findings = {f.check: f for f in check_logs([tmp_path / "run"], P5)}
     assert set(findings) == {"no-efa-device", "memlock", "transport"}

@@ -8,6 +8,7 @@ environment variables, limits, directories.
   srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks and versions of all nodes
   srun --nodes 4 --ntasks-per-node=1 weft doctor --network     and the network between them
   weft doctor --logs runs/7                                    known accidents in a run's logs
+  weft doctor --image                                          the software of a container image
 
 'weft train RECIPE --preflight' runs the checks on every node before its ranks start.  These keys
 change what is checked: run.dir, run.nodes, run.rendezvous, run.device, checkpoint.dir,
@@ -18,6 +19,9 @@ names the network that NCCL uses, and slow nodes.  docs/efa.md explains the find
 
 --logs reads logs, or all logs of a run directory, and names known accidents of NCCL and EFA with
 their remedies.  It checks nothing else.
+
+--image checks only software: torch, NCCL's plug-in for EFA, extras, a compiler, and that every user
+can start weft.  It needs neither a GPU nor a network, so an image can run it as its last step.
 
 exit status: 0 nothing bad; 1 a bad finding; 2 a mistake in the arguments
 """
@@ -36,18 +40,22 @@ from weft.config.errors import MISSING, ConfigErrors
 from weft.config.reader import read_job
 from weft.config.schema import Job
 
+DEFAULT_RECIPE = "demo"
+
 
 def add_doctor(commands: Commands) -> None:
     """Add ``weft doctor``."""
     add = add_command(commands, "doctor", run_doctor, __doc__).add_argument
     text = "recipe whose directories, object store and nodes are checked"
-    add("recipe", metavar="RECIPE", nargs="?", default="demo", help=text)
+    add("recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=text)
     add("--full", action="store_true", help="also test every pair of GPUs, and larger files")
     add("--json", action="store_true", help="print one JSON object instead")
     text = "with several nodes, also measure the network between them"
     add("--network", action="store_true", help=text)
     text = "find known accidents of NCCL and EFA in a log or in the logs of a run directory"
     add("--logs", metavar="PATH", action="append", default=[], help=text)
+    text = "check the software of a container image, without a GPU and a network"
+    add("--image", action="store_true", help=text)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -60,8 +68,15 @@ def run_doctor(options: argparse.Namespace) -> int:
     began = time.monotonic()
     job, _, errors = read_job(options.recipe, options.overrides, options.errors)
     check_network_options(options, job, errors)
+    if options.image:
+        check_image_options(options, errors)
     errors.raise_any()
-    if options.logs:
+    if options.image:
+        from weft.cluster.image_checks import check_image, collect_image
+
+        facts = collect_facts()
+        findings = check_image(facts, collect_image(os.environ))
+    elif options.logs:
         facts = collect_facts()
         findings = list(check_logs(map(Path, options.logs), facts))
     else:
@@ -85,3 +100,12 @@ def check_network_options(options: argparse.Namespace, job: Job, errors: ConfigE
             rule = "needs several nodes"
             remedy = "start weft doctor on each of them (srun), or set run.nodes and run.rendezvous"
             errors.add("--network", rule, remedy, value=MISSING)
+
+
+def check_image_options(options: argparse.Namespace, errors: ConfigErrors) -> None:
+    """Add an error for each option or key that --image would ignore."""
+    ignored = [f"--{name}" for name in ("full", "network", "logs") if getattr(options, name)]
+    ignored += [f"--{key}" for key, _ in options.overrides]
+    ignored += [options.recipe] if options.recipe != DEFAULT_RECIPE else []
+    for word in ignored:
+        errors.add(word, "has no effect on --image", "remove it", value=MISSING)

@@ -74,7 +74,8 @@ def check_efa(facts: Facts) -> Iterator[Finding]:
         yield ok(f"aws-ofi-nccl {facts.ofi_plugin}, libfabric {fabric[1] if fabric else '?'}")
     if facts.gpus:
         yield from _check_gpudirect(facts)
-    yield from _check_image(facts)
+    yield from check_copies(facts)
+    yield from _check_huge_pages(facts)
 
 
 def _check_device_count(facts: Facts, instance: InstanceType) -> Iterator[Finding]:
@@ -102,19 +103,23 @@ def _check_gpudirect(facts: Facts) -> Iterator[Finding]:
         yield note(observation, remedy)
 
 
-def _check_image(facts: Facts) -> Iterator[Finding]:
-    """Check for software that is there twice, and for what the host must provide."""
-    if facts.gpus and len(facts.ofi_plugin_paths) > 1:
+def check_copies(facts: Facts) -> Iterator[Finding]:
+    """Check for software that is there twice, and for cuda-compat."""
+    if facts.cuda and len(facts.ofi_plugin_paths) > 1:
         observation = f"several plug-ins of NCCL: {', '.join(facts.ofi_plugin_paths)}"
         remedy = "remove all but one (conda: conda remove aws-ofi-nccl); the first is used"
         yield warning(observation, remedy)
     if len(facts.libfabric_paths) > 1:
         observation = f"several copies of libfabric: {', '.join(facts.libfabric_paths)}"
         yield warning(observation, "keep only that of the EFA installer, below /opt/amazon/efa")
-    if facts.gpus and facts.cuda_compat:
+    if facts.cuda and facts.cuda_compat:
         observation = f"cuda-compat is in the image: {', '.join(facts.cuda_compat)}"
         remedy = "remove the package cuda-compat-*, with which NCCL over EFA was seen to hang"
         yield warning(observation, remedy)
+
+
+def _check_huge_pages(facts: Facts) -> Iterator[Finding]:
+    """Check the huge pages of the node, from which libfabric takes its buffers."""
     huge = facts.variables.get("FI_EFA_USE_HUGE_PAGE", "")
     if facts.huge_pages == 0 and huge != "0":
         observation = "no huge pages: libfabric's EFA provider uses small ones"
