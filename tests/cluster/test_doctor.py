@@ -34,6 +34,7 @@ from weft.cluster.node_facts import Facts
 from weft.cluster.probes import probe_directory, probe_endpoint, supports_locks
 from weft.cluster.probes import run_tool as run_tool
 from weft.config.reader import read_job
+from weft.monitor.run_reader import read_event_log
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 
@@ -332,6 +333,9 @@ def test_preflight_unhealthy_node_starts_no_ranks(
     assert "this node is unhealthy and does not train" in err or launcher == "weft"
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert "nowhere" in (tmp_path / "run" / UNHEALTHY_NODES_DIR / "n7").read_text()
+    (event,), _ = read_event_log(tmp_path / "run")
+    assert event["kind"] == "unhealthy node"
+    assert "NCCL_SOCKET_IFNAME=nowhere" in event["text"]
 
 
 @pytest.mark.slow

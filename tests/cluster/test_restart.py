@@ -14,6 +14,7 @@ from tests.cluster.conftest import ONE_RANK, WEFT, run_weft
 from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, wait_for
 from tests.cluster.test_signals import workers
 from tests.harness import run_ranks
+from tests.monitor.test_webhook import SECRET, Receiver
 from tests.small import losses, newest_state, records, train_rank
 from weft.cluster.launcher import Failure, record_failure
 
@@ -55,12 +56,27 @@ def check_restarted(
 def test_restart_killed_rank_ends_with_the_same_bits(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
+    """The launcher posts the events, and no file or output has the URL."""
     # A synchronous save ends before the rank dies; an async save might not.
     kill = ["--resilience.faults", '[{kind = "kill", passing = 12}]']
     command = [*arguments, *ONE_RANK, "--checkpoint.async_save", "false", *kill]
-    completed = run_weft(command, tmp_path, timeout=100)
+    command += ["--monitor.webhook", "env:HOOK"]
+    with Receiver() as receiver:
+        completed = run_weft(command, tmp_path, timeout=100, HOOK=receiver.url)
+        receiver.shutdown()
     check_restarted(completed, tmp_path, rank=0)
     check_against_reference(tmp_path, store_path, 20, ranks=1)
+    details = [message["detail"] for message in receiver.messages]
+    assert details == [
+        "started on 1 rank",
+        "rank 0 failed: SIGKILL: the process was killed by a signal, possibly because the node ran "
+        "out of memory",
+        "resumed from step 10 on 1 rank",
+        "all 20 steps are done",
+    ]
+    assert SECRET not in completed.stdout + completed.stderr
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.slow

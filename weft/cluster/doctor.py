@@ -41,6 +41,8 @@ from weft.config.files import expand_path, replace_text, write_json
 from weft.config.locks import unwritable_error
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
+from weft.monitor.event_log import note_event
+from weft.monitor.jsonl import last_logged_step
 from weft.train.environment import PORT, detect_environment, reachable
 
 RELEASED_SAMPLE = 1000  # files of data.path to examine
@@ -233,6 +235,9 @@ def preflight(job: Job, run_dir: Path, log: Callable[[str], object]) -> bool:
         counts = count_by_severity(findings)
         log(f"checked node {facts.host} in {seconds:.0f} s: {counts}; report: {report}")
         return True
+    observations = "; ".join(f"{finding.check}: {finding.observation}" for finding in bad)
+    text = f"node {facts.host}: {observations}"
+    note_event(run_dir, "unhealthy node", last_logged_step(run_dir), text)
     log(f"node {facts.host} is unhealthy and does not train (exit status {UNHEALTHY}):")
     for finding in bad:
         log(f"  {finding.check}: {finding.observation}; {finding.remedy}")

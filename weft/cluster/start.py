@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from math import nan
@@ -60,6 +60,7 @@ from weft.monitor.signals import STOP_SIGNALS, listen, request_stop
 from weft.monitor.spot_notice import watch_spot_notices
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import format_duration, quiet_console
+from weft.monitor.webhook import post_events, read_webhook_url
 from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages, run_title
@@ -106,6 +107,8 @@ def handle_stop_errors() -> Iterator[None]:
 def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the data, train on this node's ranks, and print the results.
 
+    The node that logs posts the events to ``monitor.webhook``.
+
     Args:
         base: the recipe without overrides, for the differences in ``job.toml``.
         plan: the plan of the run, for all nodes.
@@ -119,6 +122,15 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     Raises:
         TrainingFailed: if a rank failed or hung.
     """
+    url = ""
+    with suppress(InvalidConfig):  # `check_start` reports it
+        url = "" if console.quiet else read_webhook_url(plan.job.monitor.webhook, os.environ)
+    with post_events(url, plan.run_path, console.print):
+        return train_node(base, plan, recipe, console, force)
+
+
+def train_node(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
+    """Do what `start_training` does, but post no events."""
     job, run_dir = plan.job, plan.run_path
     handle_stop_signals()  # until there are ranks that can save
 
@@ -210,6 +222,8 @@ def check_start(
     prediction, warning, source = None, "", None
     with errors.collect():
         prediction, warning = predict_run(plan, detect_machine(plan.job.run), force)
+    with errors.collect():
+        read_webhook_url(plan.job.monitor.webhook, os.environ)
     with errors.collect():
         if download or not path or expand_path(path).is_dir():
             source = open_source(plan, force)
@@ -349,6 +363,9 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
         return UNHEALTHY
     try:
         with ExitStack() as stack:
+            if rank == 0:
+                url = read_webhook_url(job.monitor.webhook, os.environ)
+                stack.enter_context(post_events(url, run_dir, log))
             if rank == 0:  # before the process group exists, because tracing creates another one
                 prediction, warning = predict_run(plan, detect_machine(job.run), force)
             stack.enter_context(watch_launched_ranks(run_dir, plan.device, console.print, log))

@@ -908,6 +908,11 @@ class MonitorSection(Section):
         "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "
         "the terminal and the report; with an empty text it begins a document",
     )
+    webhook: Text = key(
+        "off",
+        "env:NAME: the environment variable with the secret URL to which the run posts its events "
+        "as JSON, which a Slack webhook accepts; off: none",
+    )
     report: bool = key(True, "render report.html during training")
     spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
 

@@ -26,6 +26,7 @@ Kind = Literal[
     "divergence",
     "slow rank",
     "notice",
+    "unhealthy node",
     "restart",
     "hang",
     "failure",

@@ -77,6 +77,11 @@ class LogBuffer(Generic[T]):
         write = partial(append_bytes, path) if write is None else write
         return LogBuffer[bytes](str(path), write, warn, size=len, limit=MAX_WAITING_BYTES)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return True if no record is waiting."""
+        return not self._records
+
     def write(self, record: T) -> None:
         """Write a record after the waiting ones, or keep it."""
         self.put(record)

@@ -47,6 +47,7 @@ from weft.plan.rules import (
     check_full_microbatches,
     check_layout,
     check_sections,
+    check_webhook,
     check_world_size_invariant,
 )
 from weft.plan.sharding import (
@@ -156,6 +157,7 @@ def resolve(
     check_device(errors, job, model, *hardware, degrees, local_world_size)
     check_dispatch(errors, job, model, family, degrees, machine, compute_dtype)
     check_world_size_invariant(errors, job)
+    check_webhook(errors, job)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
     check_float8(errors, job, model, family, degrees, compute_dtype, emulated)

@@ -189,6 +189,17 @@ def check_world_size_invariant(errors: ConfigErrors, job: Job) -> None:
         errors.add("train.microbatch_size", rule, "use 1 or auto", (key,))
 
 
+def check_webhook(errors: ConfigErrors, job: Job) -> None:
+    """Check that a secret is a reference; the error does not show it."""
+    value = job.monitor.webhook
+    if value == "off" or re.fullmatch(r"env:[A-Za-z_]\w*", value):
+        return
+    scheme = value.partition("://")[0] if "://" in value else ""
+    rule = "is not env:NAME: the URL of a webhook is a secret, which job.toml and logs would show"
+    remedy = "export WEFT_WEBHOOK with the URL, and use env:WEFT_WEBHOOK, or off"
+    errors.add("monitor.webhook", rule, remedy, value=f"{scheme[:5]}..." if scheme else "...")
+
+
 def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":

@@ -170,7 +170,8 @@ def open_run(
         if is_first and (change := describe_lr_change(plan, built, state.step)):
             events.add("warning", state.step, change, warning=True)
         start = f"resumed from step {state.step}" if state.step else "started"
-        events.add("start", state.step, f"{start} on {plan.world_size} ranks")
+        ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+        events.add("start", state.step, f"{start} on {ranks}")
         yield Run(
             plan=plan,
             rank=rank,
