@@ -205,6 +205,7 @@ class Proxy:
 
     def __init__(self, port: int, latency_seconds: float = 0.0) -> None:
         self.latency_seconds = latency_seconds  # of each request
+        self.dropped_headers: set[str] = set()  # names in lower case, of requests
         self.bytes_by_path: Counter[str] = Counter()  # of answers to GET, without the query
         # Bytes of shards, bytes of everything, and the number of requests.
         self.fetched_bytes = self.all_bytes = self.requests = 0
@@ -233,7 +234,12 @@ class Proxy:
                     self.end_headers()
                     return
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-                server.request(self.command, self.path, body, dict(self.headers))
+                headers = {
+                    name: value
+                    for name, value in self.headers.items()
+                    if name.lower() not in proxy.dropped_headers
+                }
+                server.request(self.command, self.path, body, headers)
                 reply = server.getresponse()
                 content = reply.read()
                 with lock:

@@ -12,21 +12,23 @@ import json
 import math
 import os
 from array import array
-from collections import Counter
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from xxhash import xxh3_64, xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
 from weft.config.errors import SHOWN, ConfigError, truncate_list
 from weft.config.files import write_durably
 from weft.config.schema import DataSection
+from weft.config.storage import is_remote
 from weft.data.chat import ChatEncoder, EncodedConversation
 from weft.data.chat_rows import (
     Example,
@@ -43,6 +45,7 @@ from weft.data.packing import select_conversations
 from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
 from weft.data.row_audit import RowAudit
+from weft.data.shared_preparation import SharedWork, load_or_scan, map_units
 from weft.data.source import SourceRef, changed_error, path_error
 from weft.data.token_shards import BuiltSplits, Corpus, Encoder, entropy_nats
 from weft.data.token_store import (
@@ -56,6 +59,7 @@ from weft.data.token_store import (
     SplitName,
     Store,
 )
+from weft.data.workers import Advance
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
 UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split
@@ -98,13 +102,15 @@ class ConversationCorpus(Corpus):
         names = [_fragment_name(fragment) for fragment in self.fragments]
         return [settings, [names, xxh3_128_hexdigest(self.hashes.data)]]
 
-    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+    def build(
+        self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
+    ) -> BuiltSplits:
         """Render and tokenize every line; reject those that give no trained token."""
         frequency = np.zeros(encoder.vocab_size, np.int64)
         audit, form = RowAudit(self.chat), row_format(self.section)
         for fragment in {each.file: each for each in self.fragments}.values():
             audit.add_columns(list_unread_columns(fragment, form.columns), fragment.file.name)
-        invalid_lines = _InvalidLines(self.section.path, *["not renderable as tokens"] * 2)
+        invalid_lines = _InvalidLines()
         with ExitStack() as stack:
             train, validation = (
                 _SplitFiles(directory, name, encoder.dtype, self.section, self.has_weights, stack)
@@ -120,7 +126,9 @@ class ConversationCorpus(Corpus):
             template = self.chat.template
             is_inseparable = any(INSEPARABLE_TURNS in line for line in invalid_lines.shown)
             remedy = f"repair these lines, or the template {template.path}"
-            invalid_lines.raise_any(TURNS_REMEDY if is_inseparable else remedy)
+            remedy = TURNS_REMEDY if is_inseparable else remedy
+            description = "not renderable as tokens"
+            invalid_lines.raise_any(self.section.path, description, description, remedy)
             write_durably(directory / TEMPLATE_FILE, template.sources["default"].encode())
             special = json.dumps(dict(template.special_tokens))
             write_durably(directory / TOKENIZER_CONFIG_FILE, special.encode())
@@ -230,37 +238,57 @@ class _RenderedLine(NamedTuple):
     labels: list[bool | None]
 
 
+@dataclass
+class ConversationScan:
+    """Result of validating the lines of a fragment.
+
+    ``hashes``: of each line, uint64 as base64; ``has_weights``: see `ConversationCorpus`.
+    """
+
+    hashes: str
+    has_weights: bool
+    invalid_lines: _InvalidLines
+
+
 def read_conversation_corpus(
-    section: DataSection, source: SourceRef, chat: ChatEncoder, report: Report
+    section: DataSection, source: SourceRef, chat: ChatEncoder, cache: Path, report: Report
 ) -> ConversationCorpus:
     """Validate and hash every line.
+
+    The result is cached only if ``cache`` is in an object store.
 
     Raises:
         InvalidConfig: lines are not conversations (all are listed), or there are too few.
     """
     fragments = list_fragments(section.path, source, UNSPLIT_BYTES, None)
-    total_bytes = sum(fragment.size_bytes for fragment in fragments)
-    advance = progress_counter(report, "reading the conversations", total_bytes)
+    sizes = [fragment.size_bytes for fragment in fragments]
+    advance = progress_counter(report, "reading the conversations", sum(sizes))
+    form = row_format(section)
+
+    def scan_fragment(fragment: FileFragment, advance: Advance) -> ConversationScan:
+        return _scan_fragment(fragment, form, advance)
+
+    def scan(shared: SharedWork | None) -> list[ConversationScan]:
+        return map_units(
+            *(shared, "scan", scan_fragment, fragments, sizes, ConversationScan, advance), 1
+        )
+
+    if is_remote(cache):
+        identity = [[*each.file.identity, each.begin, each.end] for each in fragments]
+        key = [LAYOUT_VERSION, asdict(form), identity]
+        adapter = TypeAdapter(list[ConversationScan])
+        scans = load_or_scan(cache, key, adapter, scan, section.path, report)
+    else:
+        scans = scan(None)
+    invalid_lines = _InvalidLines()
+    for each in scans:
+        invalid_lines.extend(each.invalid_lines)
     nouns = {"preferences": "preference", "unpaired": "labeled answer"}
     noun = nouns.get(section.format, "conversation")
-    invalid_lines = _InvalidLines(section.path, f"not a {noun}", f"not {noun}s")
-    hashes, has_weights = array("Q"), False
-    form = row_format(section)
-    for fragment in fragments:
-        for number, line in read_lines(fragment, form.columns):
-            where = f"{_fragment_name(fragment)}:{number}"
-            if isinstance(line, InvalidRecord):
-                invalid_lines.add(where, line.reason)
-                continue
-            hashes.append(xxh3_64_intdigest(line.strip()))
-            try:
-                examples = parse_line(line, form)
-                has_weights |= any(example.has_fractions for example in examples)
-            except InvalidConversation as error:
-                invalid_lines.add(where, str(error))
-        advance(fragment.size_bytes)
-    invalid_lines.raise_any("repair or remove these lines")
-    line_hashes = np.array(hashes, np.uint64)
+    remedy = "repair or remove these lines"
+    invalid_lines.raise_any(section.path, f"not a {noun}", f"not {noun}s", remedy)
+    has_weights = any(each.has_weights for each in scans)
+    line_hashes = np.frombuffer(b"".join(b64decode(each.hashes) for each in scans), np.uint64)
     distinct = np.unique(line_hashes)
     if not len(distinct):
         raise path_error(section.path, "has no conversation", "give rows of conversations")
@@ -275,28 +303,51 @@ def read_conversation_corpus(
     return ConversationCorpus(section, chat, fragments, line_hashes, int(threshold), has_weights)
 
 
+def _scan_fragment(fragment: FileFragment, form: RowFormat, advance: Advance) -> ConversationScan:
+    hashes, has_weights, invalid_lines = array("Q"), False, _InvalidLines()
+    for number, line in read_lines(fragment, form.columns):
+        where = f"{_fragment_name(fragment)}:{number}"
+        if isinstance(line, InvalidRecord):
+            invalid_lines.add(where, line.reason)
+            continue
+        hashes.append(xxh3_64_intdigest(line.strip()))
+        try:
+            examples = parse_line(line, form)
+            has_weights |= any(example.has_fractions for example in examples)
+        except InvalidConversation as error:
+            invalid_lines.add(where, str(error))
+    advance(fragment.size_bytes)
+    return ConversationScan(b64encode(hashes).decode(), has_weights, invalid_lines)
+
+
 def _fragment_name(fragment: FileFragment) -> str:
     """Return the name of a file, or of one of several shards on the hub."""
     is_shard = fragment.kind == "hub" and fragment.end > 1
     return f"{fragment.file.name}, shard {fragment.begin}" if is_shard else fragment.file.name
 
 
+@dataclass
 class _InvalidLines:
     """Invalid lines: the first few reasons, each with its first line and their number."""
 
-    def __init__(self, path: str, description: str, plural: str) -> None:
-        self.path, self.description, self.plural = path, description, plural
-        self.count = self.num_others = 0
-        self.first_lines: dict[str, str] = {}  # by reason
-        self.counts: Counter[str] = Counter()
+    count: int = 0
+    num_others: int = 0
+    first_lines: dict[str, str] = field(default_factory=dict)  # by reason
+    counts: dict[str, int] = field(default_factory=dict)
 
-    def add(self, where: str, reason: str) -> None:
-        self.count += 1
+    def add(self, where: str, reason: str, count: int = 1) -> None:
+        self.count += count
         if reason not in self.first_lines and len(self.first_lines) == SHOWN:
-            self.num_others += 1
+            self.num_others += count
             return
         self.first_lines.setdefault(reason, where)
-        self.counts[reason] += 1
+        self.counts[reason] = self.counts.get(reason, 0) + count
+
+    def extend(self, other: _InvalidLines) -> None:
+        for reason, where in other.first_lines.items():
+            self.add(where, reason, other.counts[reason])
+        self.count += other.num_others
+        self.num_others += other.num_others
 
     @property
     def shown(self) -> list[str]:
@@ -307,13 +358,13 @@ class _InvalidLines:
             lines.append(f"{where}: {reason}" + (f" ({more} more such lines)" if more else ""))
         return lines
 
-    def raise_any(self, remedy: str) -> None:
+    def raise_any(self, path: str, description: str, plural: str, remedy: str) -> None:
         if self.count:
-            rule = f"has {self.count} lines that are {self.plural}"
+            rule = f"has {self.count} lines that are {plural}"
             if self.count == 1:
-                rule = f"has a line that is {self.description}"
+                rule = f"has a line that is {description}"
             lines = truncate_list(self.shown, "\n  ", len(self.first_lines) + self.num_others)
-            raise path_error(self.path, f"{rule}:\n  {lines}", remedy)
+            raise path_error(path, f"{rule}:\n  {lines}", remedy)
 
 
 # --------------------------------------------------------------------------- files

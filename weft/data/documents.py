@@ -27,8 +27,9 @@ from xxhash import xxh3_64_intdigest
 from weft.config.errors import SHOWN, truncate_list
 from weft.config.schema import DataSection
 from weft.data.fragments import FileFragment, list_fragments
-from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
+from weft.data.prepared_cache import Progress, Report, progress_counter
 from weft.data.records import Document, Invalid, InvalidRecord, read_documents
+from weft.data.shared_preparation import SharedWork, load_or_scan, map_units
 from weft.data.source import SourceRef, changed_error, path_error
 from weft.data.token_shards import (
     BuiltSplits,
@@ -41,8 +42,8 @@ from weft.data.token_shards import (
     load_encoder,
     split_chunks,
 )
-from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split
-from weft.data.workers import Advance, choose_num_processes, parallel_map
+from weft.data.token_store import SPLITS, Shard, Split
+from weft.data.workers import Advance, choose_num_processes
 
 FORMAT = 3  # of cached scans
 REPORT_BYTES = 4 << 20
@@ -127,6 +128,11 @@ class RecordCorpus(Corpus):
         return ["records", self.reader.field, *(file.identity for file in files.values())]
 
     @property
+    def is_divisible(self) -> bool:
+        """Return True: shards do not depend on each other."""
+        return True
+
+    @property
     def text_bytes(self) -> int:
         """Bytes of text in both splits."""
         return sum(scan.total(split_index)[1] for scan in self.scans for split_index in (0, 1))
@@ -159,16 +165,24 @@ class RecordCorpus(Corpus):
                         remaining -= end - begin
                         yield data[begin:end].decode()
 
-    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+    def build(
+        self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
+    ) -> BuiltSplits:
         """Tokenize the fragments in parallel, and write their shards."""
         advance = progress_counter(report, "tokenizing", self.text_bytes)
         tasks = [
-            _TokenizeTask(directory, number, fragment, scan.row_groups, self.reader)
+            _TokenizeTask(
+                *(directory, encoder.file, number, fragment, scan.row_groups, self.reader, shared)
+            )
             for number, (fragment, scan) in enumerate(zip(self.fragments, self.scans, strict=True))
             if scan.row_groups
         ]
         num_processes = choose_num_processes(len(tasks), self.text_bytes, MIN_PARALLEL_ENCODE_BYTES)
-        shards_by_task = parallel_map(_tokenize, tasks, advance, num_processes)
+        sizes = [sum(sum(group.text_bytes) for group in task.row_groups) for task in tasks]
+        shards_by_task = map_units(
+            *(shared, "tokens", _tokenize, tasks, sizes),
+            *(tuple[list[Shard], list[Shard]], advance, num_processes),
+        )
         splits = []
         for split_index in (0, 1):
             shards = [shard for both in shards_by_task for shard in both[split_index]]
@@ -212,8 +226,11 @@ def read_record_corpus(
         cache,
         key,
         TypeAdapter(RecordCorpus),
-        lambda: _scan_fragments(fragments, reader, section.path, advance, num_processes),
+        partial(_scan_fragments, fragments, reader, section.path, advance, num_processes),
+        section.path,
+        report,
     )
+    corpus = replace(corpus, fragments=fragments)  # their paths on this machine
     if not any(scan.total(0)[0] for scan in corpus.scans):
         if sum(scan.total(1)[0] for scan in corpus.scans) == 1:
             rule = "has one document, which is the validation set, so none is left for training"
@@ -243,10 +260,12 @@ def _scan_fragments(
     path: str,
     advance: Advance,
     num_processes: int,
+    shared: SharedWork | None,
 ) -> RecordCorpus:
     """Scan every fragment in parallel; ``path`` is ``data.path``, for messages."""
-    scan = partial(_scan_fragment, reader)
-    scans = parallel_map(scan, fragments, advance, num_processes)
+    scan, stage = partial(_scan_fragment, reader), f"scan-{reader.validation_threshold}"
+    sizes = [fragment.size_bytes for fragment in fragments]
+    scans = map_units(shared, stage, scan, fragments, sizes, RecordScan, advance, num_processes)
     _number_by_file(fragments, scans)
     _check_invalid_records(fragments, scans, path)
     if not any(scan.row_groups for scan in scans):
@@ -260,7 +279,7 @@ def _scan_fragments(
     # With few documents, none may be selected; then select the one with the lowest hash.
     threshold = min(scan.lowest_hash for scan in scans) + 1
     reader = replace(reader, validation_threshold=threshold)
-    return _scan_fragments(fragments, reader, path, advance, num_processes)
+    return _scan_fragments(fragments, reader, path, advance, num_processes, shared)
 
 
 def _scan_fragment(reader: RecordReader, fragment: FileFragment, advance: Advance) -> RecordScan:
@@ -359,15 +378,17 @@ class _TokenizeTask(NamedTuple):
     """Fragment that one process tokenizes."""
 
     directory: Path
+    tokenizer: Path
     fragment_index: int
     fragment: FileFragment
     row_groups: list[RowGroup]
     reader: RecordReader
+    shared: SharedWork | None
 
 
 def _tokenize(task: _TokenizeTask, advance: Advance) -> tuple[list[Shard], list[Shard]]:
     """Return train and validation shards, one of each per row group with documents."""
-    encoder = _load_encoder_once(task.directory / TOKENIZER_FILE)
+    encoder = _load_encoder_once(task.tokenizer)
     shards: tuple[list[Shard], list[Shard]] = ([], [])
     documents = task.reader.read_texts(task.fragment)
     begin = 0
@@ -379,7 +400,8 @@ def _tokenize(task: _TokenizeTask, advance: Advance) -> tuple[list[Shard], list[
             if group.documents[index]
         }
         chunks = _read_row_group(task, documents, begin, group)
-        built = build_shards(files, sum(group.text_bytes), chunks, encoder, advance)
+        size = sum(group.text_bytes)
+        built = build_shards(files, size, chunks, encoder, advance, task.shared)
         for index, shard in built.items():
             shards[index].append(shard)
         begin = group.end

@@ -32,6 +32,7 @@ from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.document_tokens import find_named_start, format_tokens
 from weft.data.prepared_cache import Report, collect_errors, progress_counter, raise_errors
+from weft.data.shared_preparation import SharedWork
 from weft.data.source import File, path_error
 from weft.data.token_shards import (
     BuiltSplits,
@@ -111,7 +112,9 @@ class TokenCorpus(Corpus):
         files = [source.file for source in self.files]
         return ["tokens", [[file.path, file.size_bytes, file.version] for file in files]]
 
-    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+    def build(
+        self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
+    ) -> BuiltSplits:
         """Validate every token, and copy those that cannot be used in place."""
         dtypes = {find_in_place_dtype(source, encoder.separator) for source in self.files}
         dtype = dtypes.pop() if len(dtypes) == 1 else None

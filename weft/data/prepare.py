@@ -18,13 +18,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, truncate_list
 from weft.config.escaping import escape_controls
 from weft.config.files import expand_path, write_durably
 from weft.config.schema import DataSection
+from weft.config.storage import is_remote, open_directory
 from weft.data.chat import ChatEncoder, make_chat_encoder
 from weft.data.chat_template import ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
@@ -40,23 +43,36 @@ from weft.data.prepared_cache import (
     build_once,
     collect_errors,
     convert_cache_errors,
+    format_manifest,
     lock_prepared,
     open_verified_store,
     raise_errors,
 )
+from weft.data.shared_preparation import SharedWork, make_together, map_units, put_object
 from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
 from weft.data.token_shards import (
     CHUNK_BYTES,
+    BuiltSplits,
     Corpus,
     Encoder,
+    finish_shared_text,
     load_encoder,
     unigram_entropy_nats,
     write_document_ends,
 )
-from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
+from weft.data.token_store import (
+    FORMAT,
+    STORE_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    Store,
+    hash_json,
+    is_store,
+)
 from weft.data.tokenizer import read_tokenizer
 from weft.data.tokenizer_training import train_tokenizer
+from weft.data.workers import Advance, ignore_progress
 from weft.plan.vocabulary import add_tokens, new_tokens
 
 if TYPE_CHECKING:
@@ -279,10 +295,13 @@ def _read_corpus(
         names = truncate_list(source.repeated)
         report(Progress(f"{section.path}: read once, and not again by their links: {names}"))
     if chat is not None:
-        return read_conversation_corpus(section, source, chat, report)
+        return read_conversation_corpus(section, source, chat, cache, report)
     if source.kind == "text":
         return read_text_corpus(section, source.files, cache, shard_bytes, report)
     if source.kind == "tokens":
+        if is_remote(cache):
+            rule = "is tokens of other software, which are used in place, and other machines lack"
+            raise path_error(section.path, rule, "use a directory as data.cache_dir")
         return TokenCorpus(section, read_headers(source.files))
     return read_record_corpus(section, source, cache, shard_bytes, report)
 
@@ -314,21 +333,24 @@ def _prepare_corpus(
     if not section.is_text:
         content = corpus.cache_key  # conversations have other settings
 
-    def build(directory: Path) -> Manifest:
+    def build(directory: Path, shared: SharedWork | None = None) -> Manifest:
         file = directory / TOKENIZER_FILE
         if given is None:
-            _train_tokenizer(file, [corpus], section, report)
+            _train_tokenizer(file, [corpus], section, report, shared)
         else:
             write_durably(file, read_tokenizer(given.file, given.new_tokens))
-        encoder = given or load_encoder(file, section.start_token)
+        encoder = (given or load_encoder(file, section.start_token))._replace(file=file)
         # Processes that tokenize, and users of the store, read its separator and start tokens.
         start = encoder.affixes.start if section.is_text else None
         write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
-        built = corpus.build(directory, encoder, report)
+        if shared is None:
+            built = corpus.build(directory, encoder, report)
+        else:
+            built = _build_together(corpus, directory, encoder, shared, report)
         if built.start_tokens is not None:
             start = tuple(built.start_tokens)
             write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
-        if section.is_text:
+        if section.is_text and shared is None:
             built = write_document_ends(directory, built, encoder.separator)
         entropy = built.entropy_nats
         if entropy is None:
@@ -353,7 +375,46 @@ def _prepare_corpus(
             notes=[*notes, *built.notes],
         )
 
-    return build_once(cache, content, report, build)
+    if not is_remote(cache):
+        return build_once(cache, content, report, build)
+    name = hash_json(content)
+    store = cache / "stores" / name
+
+    def make(shared: SharedWork) -> bytes:
+        with TemporaryDirectory(prefix="weft-prepare-") as scratch:
+            directory = Path(scratch, name)
+            directory.mkdir()
+            manifest = build(directory, shared)
+            for file in (TOKENIZER_FILE, RECORD_FILE):
+                put_object(store / file, (directory / file).read_bytes())
+        return format_manifest(manifest)
+
+    make_together(cache, name, store / STORE_FILE, section.path, report, make)
+    return open_verified_store(str(store), cache, report)
+
+
+def _build_together(
+    corpus: Corpus, scratch: Path, encoder: Encoder, shared: SharedWork, report: Report
+) -> BuiltSplits:
+    """Put the files of a store, with other workers.
+
+    One worker renders and tokenizes conversations, in the local directory ``scratch``.
+    """
+    store = shared.final.parent
+
+    def finish(splits: BuiltSplits, advance: Advance) -> BuiltSplits:
+        return finish_shared_text(splits, encoder, shared)
+
+    def build(_: None, advance: Advance) -> BuiltSplits:
+        splits = corpus.build(scratch, encoder, report)
+        for file in sorted(scratch.iterdir()):
+            put_object(store / file.name, file.read_bytes())
+        return splits
+
+    if not corpus.is_divisible:
+        return map_units(shared, "tokens", build, [None], [0], BuiltSplits, ignore_progress, 1)[0]
+    parts = corpus.build(store, encoder, report, shared)
+    return map_units(shared, "manifest", finish, [parts], [0], BuiltSplits, ignore_progress, 1)[0]
 
 
 def _open_given_store(
@@ -400,40 +461,75 @@ def _load_shared_tokenizer(
             *filter(any, [new_tokens(section)]),
         ]
         key = hash_json([settings, [corpus.cache_key for corpus in text_corpora]])
-        file = cache / "tokenizers" / key / TOKENIZER_FILE
-        with convert_cache_errors(cache), lock_prepared(file.parent, report, WAITING_MESSAGE):
-            _train_tokenizer(file, text_corpora, section, report)
+        local = local_cache(cache)
+        file = local / "tokenizers" / key / TOKENIZER_FILE
+
+        def make(shared: SharedWork) -> bytes:
+            _train_tokenizer(file, text_corpora, section, report, shared)
+            return file.read_bytes()
+
+        with convert_cache_errors(local), lock_prepared(file.parent, report, WAITING_MESSAGE):
+            if is_remote(cache):
+                final = cache / "tokenizers" / key / TOKENIZER_FILE
+                name = f"tokenizer-{key}"
+                make_together(cache, name, final, ", ".join(section.mixture), report, make)
+                write_durably(file, final.read_bytes())
+            else:
+                _train_tokenizer(file, text_corpora, section, report)
     return load_encoder(file, section.start_token)
 
 
 def _train_tokenizer(
-    file: Path, corpora: Sequence[Corpus], section: DataSection, report: Report
+    file: Path,
+    corpora: Sequence[Corpus],
+    section: DataSection,
+    report: Report,
+    shared: SharedWork | None = None,
 ) -> None:
     """Train and write a tokenizer, unless the file exists.
 
+    Of ``shared`` work, one worker trains it.
     It is trained on at most ``TOKENIZER_TRAIN_BYTES`` of the train texts, the same fraction of
     each.
     """
     if file.exists():
         return
     report(Progress("training the tokenizer"))
-    total = max(1, sum(corpus.text_bytes for corpus in corpora))
-    texts = (
-        text
-        for corpus in corpora
-        for text in corpus.sample_texts(TOKENIZER_TRAIN_BYTES * corpus.text_bytes // total)
-    )
-    trained = train_tokenizer(texts, section.vocab_size).to_str(pretty=True).encode()
-    write_durably(file, add_tokens(trained, new_tokens(section)))
+
+    def train(_: None, advance: Advance) -> str:
+        total = max(1, sum(corpus.text_bytes for corpus in corpora))
+        texts = (
+            text
+            for corpus in corpora
+            for text in corpus.sample_texts(TOKENIZER_TRAIN_BYTES * corpus.text_bytes // total)
+        )
+        trained = train_tokenizer(texts, section.vocab_size).to_str(pretty=True).encode()
+        return add_tokens(trained, new_tokens(section)).decode()
+
+    [text] = map_units(shared, "tokenizer", train, [None], [0], str, ignore_progress, 1)
+    write_durably(file, text.encode())
 
 
 # --------------------------------------------------------------------------- commands
 
 
 def cache_dir(section: DataSection) -> Path:
-    """Return the directory that ``data.cache_dir`` names."""
+    """Return the directory that ``data.cache_dir`` names: local, or in a store."""
+    if "://" in section.cache_dir:
+        try:
+            return open_directory(section.cache_dir)
+        except InvalidConfig as invalid:
+            errors = [replace(error, key="data.cache_dir") for error in invalid.errors]
+            raise InvalidConfig(errors) from None
     if section.cache_dir != "auto":
         return expand_path(section.cache_dir)
+    return local_cache()
+
+
+def local_cache(cache: Path | None = None) -> Path:
+    """Return ``cache`` if it is on this machine, or else the user's cache directory."""
+    if cache is not None and not is_remote(cache):
+        return cache
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "weft"
 

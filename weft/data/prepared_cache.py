@@ -120,14 +120,18 @@ def build_once(
     if not is_store(directory):
         with convert_cache_errors(cache), lock_prepared(directory, report, WAITING_MESSAGE):
             if not is_store(directory):  # another process may have built it meanwhile
-                manifest = asdict(build(directory))
-                write_durably(directory / STORE_FILE, json.dumps(manifest, indent=1).encode())
+                write_durably(directory / STORE_FILE, format_manifest(build(directory)))
                 # The hashes are of the tokens just written: no need to read them again.
                 store = open_store(directory)
                 verified_file = _verified_file(store, cache)
                 with lock_prepared(verified_file.parent, report, VERIFYING_MESSAGE):
                     _mark_verified(verified_file, store)
     return open_verified_store(directory, cache, report)
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    """Return the content of ``store.json``."""
+    return json.dumps(asdict(manifest), indent=1).encode()
 
 
 def open_verified_store(
@@ -252,15 +256,20 @@ def _check_index(store: Store, split: Split, shard: Shard) -> str:
 # --------------------------------------------------------------------------- scans and locks
 
 
-def write_scans(path: Path, value: Any) -> None:
-    """Write the results of scanning text as JSON, preceded by its hash."""
+def format_scans(value: Any) -> bytes:
+    """Return the results of scanning text as JSON, preceded by its hash."""
     text = json.dumps(value).encode()
+    return xxh3_64_hexdigest(text).encode() + b"\n" + text
+
+
+def write_scans(path: Path, value: Any) -> None:
+    """Write the results of scanning text; see `format_scans`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, xxh3_64_hexdigest(text).encode() + b"\n" + text)
+    write_durably(path, format_scans(value))
 
 
 def read_scans(path: Path) -> Any:
-    """Return what `write_scans` wrote; None if it is missing or damaged."""
+    """Return what `format_scans` formatted; None if it is missing or damaged."""
     if not path.is_file():
         return None
     digest, _, text = path.read_bytes().partition(b"\n")

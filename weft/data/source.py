@@ -464,11 +464,12 @@ def list_remote_files(url: str) -> list[File]:
             info = fs.info(path)
         name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
         file_url = path if is_remote(path) else f"{scheme}://{path.lstrip('/')}"
-        files.append(File(name, file_url, int(info.get("size") or 0), _version(info)))
+        files.append(File(name, file_url, int(info.get("size") or 0), object_version(info)))
     return files
 
 
-def _version(info: dict[str, Any]) -> str:
+def object_version(info: dict[str, Any]) -> str:
+    """Return what fsspec's entry of a file says about its version: ETag or time."""
     keys = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
     value = next((info[name] for name in keys if info.get(name)), "")
     # Listing a directory and querying a file may return the time in different types.
@@ -490,7 +491,7 @@ def open_file(file: File) -> Iterator[BinaryIO]:
         if is_remote(file.path):
             fs = _filesystem(file.path.partition("://")[0])
             info = fs.info(file.path)
-            state = int(info.get("size") or 0), _version(info)
+            state = int(info.get("size") or 0), object_version(info)
             stream: BinaryIO
             remote = fs.open(file.path, "rb", block_size=READ_BYTES)
             # Its readline accepts a limit.

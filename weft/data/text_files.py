@@ -20,7 +20,8 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 
 from weft.config.errors import truncate_list
 from weft.config.schema import DataSection
-from weft.data.prepared_cache import Progress, Report, load_or_scan, progress_counter
+from weft.data.prepared_cache import Progress, Report, progress_counter
+from weft.data.shared_preparation import SharedWork, load_or_scan, map_units
 from weft.data.source import File, changed_error, open_file, path_error, unreadable_error
 from weft.data.token_shards import (
     CHUNK_BYTES,
@@ -111,6 +112,11 @@ class TextCorpus(Corpus):
         return [(scan.file.name, scan.content_hash) for scan in self.scans]
 
     @property
+    def is_divisible(self) -> bool:
+        """Return True: shards do not depend on each other."""
+        return True
+
+    @property
     def text_bytes(self) -> int:
         """Bytes of the train text."""
         return sum(part.text_bytes for part in self.train)
@@ -131,15 +137,35 @@ class TextCorpus(Corpus):
                     taken += end - begin
                     yield read_chunk(part.scan, begin, end)
 
-    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
+    def build(
+        self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
+    ) -> BuiltSplits:
         """Tokenize both splits, and write their shards."""
-        total = sum(part.text_bytes for part in (*self.train, *self.validation))
-        advance = progress_counter(report, "tokenizing", total)
-        train, validation = (
-            _build_split(directory, name, parts, self.shard_bytes, encoder, advance)
-            for name, parts in zip(SPLITS, (self.train, self.validation), strict=True)
-        )
-        return BuiltSplits(train, validation, encoder.dtype)
+        splits = dict(zip(SPLITS, (self.train, self.validation), strict=True))
+        tasks = [
+            (name, directory / f"{name}-{index:05d}.bin", group)
+            for name, parts in splits.items()
+            for index, group in enumerate(_group_chunks(parts, self.shard_bytes) if parts else ())
+        ]
+        sizes = [sum(end - begin for _, begin, end in group) for _, _, group in tasks]
+        advance = progress_counter(report, "tokenizing", sum(sizes))
+
+        def build(task: tuple[SplitName, Path, _Chunks], advance: Advance) -> Shard:
+            return _build_shard(*task[1:], encoder, advance, shared)
+
+        # One process: the tokenizer's threads use all cores.
+        shards = map_units(shared, "tokens", build, tasks, sizes, Shard, advance, num_processes=1)
+        built = [
+            Split(
+                len(parts),
+                sum(part.text_bytes for part in parts),
+                sum(shard.tokens for shard in own),
+                own,
+            )
+            for name, parts in splits.items()
+            for own in [[s for s, task in zip(shards, tasks, strict=True) if task[0] == name]]
+        ]
+        return BuiltSplits(built[0], built[1], encoder.dtype)
 
 
 def read_text_corpus(
@@ -152,7 +178,7 @@ def read_text_corpus(
     Raises:
         InvalidConfig: a file cannot be read or is not text, or there is too little text.
     """
-    scans = _scan_files(files, section.validation_fraction, cache, report)
+    scans = _scan_files(files, section, cache, report)
     valid = select_text(scans, section.invalid_utf8, section.path)
     train, validation = split_documents(valid, section.validation_fraction)
     if not train or not (validation or section.validation_fraction == 0):
@@ -168,7 +194,7 @@ def read_text_corpus(
 
 
 def _scan_files(
-    files: Sequence[File], validation_fraction: float, cache: Path, report: Report
+    files: Sequence[File], section: DataSection, cache: Path, report: Report
 ) -> list[TextScan]:
     """Scan all files, or load cached scans if no file has changed."""
     files = [file for file in files if file.size_bytes]
@@ -180,13 +206,18 @@ def _scan_files(
             raise unreadable_error(file, error) from error
         states.append([file.path, *file.identity, changed_ns])
 
-    def scan() -> list[TextScan]:
-        total = sum(file.size_bytes for file in files)
-        advance = progress_counter(report, "reading the text", total)
-        return [scan_file(file, validation_fraction, advance) for file in files]
+    sizes = [file.size_bytes for file in files]
+    advance = progress_counter(report, "reading the text", sum(sizes))
 
-    key = [FORMAT, CHUNK_BYTES, validation_fraction, states]
-    return load_or_scan(cache, key, TypeAdapter(list[TextScan]), scan)
+    def scan(file: File, advance: Advance) -> TextScan:
+        return scan_file(file, section.validation_fraction, advance)
+
+    def scan_files(shared: SharedWork | None) -> list[TextScan]:
+        return map_units(shared, "scan", scan, files, sizes, TextScan, advance, num_processes=1)
+
+    key = [FORMAT, CHUNK_BYTES, section.validation_fraction, states]
+    adapter = TypeAdapter(list[TextScan])
+    return load_or_scan(cache, key, adapter, scan_files, section.path, report)
 
 
 # --------------------------------------------------------------------------- scanning
@@ -356,11 +387,12 @@ def _select_validation_documents(scans: Sequence[TextScan], validation_fraction:
 # --------------------------------------------------------------------------- shards
 
 
-def _group_chunks(
-    parts: Sequence[DocumentPart], shard_bytes: int
-) -> Iterator[list[tuple[DocumentPart, int, int]]]:
-    """Yield the chunks of each shard, in order: part, begin and end."""
-    shard: list[tuple[DocumentPart, int, int]] = []
+_Chunks = list[tuple[DocumentPart, int, int]]  # part, begin and end
+
+
+def _group_chunks(parts: Sequence[DocumentPart], shard_bytes: int) -> Iterator[_Chunks]:
+    """Yield the chunks of each shard, in order."""
+    shard: _Chunks = []
     size = 0
     for part in parts:
         for begin, end in part.chunks():
@@ -372,27 +404,17 @@ def _group_chunks(
     yield shard
 
 
-def _build_split(
-    directory: Path,
-    name: SplitName,
-    parts: Sequence[DocumentPart],
-    shard_bytes: int,
-    encoder: Encoder,
-    advance: Advance,
-) -> Split:
-    shards: list[Shard] = []
-    for index, group in enumerate(_group_chunks(parts, shard_bytes) if parts else ()):
-        texts = (
-            TextChunk(
-                read_chunk(part.scan, begin, end),
-                end - begin,
-                ends_document=end == part.end,
-                starts_document=begin == part.scan.cuts[0],
-            )
-            for part, begin, end in group
+def _build_shard(
+    file: Path, group: _Chunks, encoder: Encoder, advance: Advance, shared: SharedWork | None
+) -> Shard:
+    texts = (
+        TextChunk(
+            read_chunk(part.scan, begin, end),
+            end - begin,
+            ends_document=end == part.end,
+            starts_document=begin == part.scan.cuts[0],
         )
-        size = sum(end - begin for _, begin, end in group)
-        file = directory / f"{name}-{index:05d}.bin"
-        shards += build_shards({0: file}, size, texts, encoder, advance).values()
-    text_bytes = sum(part.text_bytes for part in parts)
-    return Split(len(parts), text_bytes, sum(shard.tokens for shard in shards), shards)
+        for part, begin, end in group
+    )
+    size = sum(end - begin for _, begin, end in group)
+    return build_shards({0: file}, size, texts, encoder, advance, shared)[0]

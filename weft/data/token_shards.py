@@ -7,6 +7,7 @@ writes a shard to a temporary file, flushes and renames it, and then writes a *r
 
 from __future__ import annotations
 
+import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from weft.data.document_tokens import (
     load_document_tokens,
 )
 from weft.data.prepared_cache import Report
+from weft.data.shared_preparation import SharedWork, put_object
 from weft.data.token_store import (
     SPLITS,
     Dtype,
@@ -45,6 +47,7 @@ from weft.plan.vocabulary import NO_TOKENS, NewTokens
 
 BATCH_BYTES = 4 << 20  # text per call of the tokenizer, which uses all cores
 COUNT_TOKENS = 1 << 24  # per call of bincount
+SUMMARIES_PER_READ = 64
 CHUNK_BYTES = 1 << 17  # a batch of these uses all cores; far longer strings encode slowly
 
 Tokens = NDArray[np.integer[Any]]
@@ -90,6 +93,11 @@ class Corpus(ABC):
         """Data that determines the store, except for settings, as JSON types."""
 
     @property
+    def is_divisible(self) -> bool:
+        """Return True if several workers can build the store together."""
+        return False
+
+    @property
     def text_bytes(self) -> int:
         """Approximate bytes of text for training a tokenizer."""
         return 0
@@ -104,8 +112,17 @@ class Corpus(ABC):
         return iter(())
 
     @abstractmethod
-    def build(self, directory: Path, encoder: Encoder, report: Report) -> BuiltSplits:
-        """Write all shards that ``directory`` does not have yet."""
+    def build(
+        self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
+    ) -> BuiltSplits:
+        """Write all shards that ``directory`` does not have yet.
+
+        Args:
+            directory: the store; of ``shared`` work, in an object store.
+            encoder: the tokenizer, whose file is on this machine.
+            report: is called with the progress.
+            shared: the work of several workers; only if the corpus ``is_divisible``.
+        """
 
 
 def insufficient_data_error(section: DataSection, rule: str, has_train: bool) -> InvalidConfig:
@@ -262,6 +279,7 @@ def build_shards(
     chunks: Iterable[TextChunk],
     encoder: Encoder,
     advance: Advance,
+    shared: SharedWork | None = None,
 ) -> dict[int, Shard]:
     """Encode chunks of text into shards, unless all are complete already.
 
@@ -271,8 +289,10 @@ def build_shards(
         chunks: text in the order of the tokens; not read if the shards are complete.
         encoder: the tokenizer.
         advance: is called with the bytes of text done since the last call.
+        shared: the work of several workers, if the files are in an object store.
     """
-    finished = {number: load_finished_shard(file, encoder) for number, file in files.items()}
+    load = load_finished_shard if shared is None else load_shared_shard
+    finished = {number: load(file, encoder) for number, file in files.items()}
     shards = {number: shard for number, shard in finished.items() if shard is not None}
     if len(shards) == len(files):
         advance(size_bytes)
@@ -282,6 +302,8 @@ def build_shards(
         tokens[number].append(part)
     return {
         number: write_shard(file, np.concatenate(tokens[number]), encoder)
+        if shared is None
+        else put_shard(file, np.concatenate(tokens[number]), encoder, shared)
         for number, file in files.items()
     }
 
@@ -312,6 +334,73 @@ def load_finished_shard(file: Path, encoder: Encoder) -> Shard | None:
 
 def _make_receipt(shard: Shard, encoder: Encoder) -> bytes:
     return json.dumps(asdict(shard) | {"tokenizer": encoder.hash}).encode()
+
+
+# --------------------------------------------------------------------------- object stores
+
+
+def put_shard(file: Path, tokens: Tokens, encoder: Encoder, shared: SharedWork) -> Shard:
+    """Put tokens, their summary, and then their receipt."""
+    shard = describe_shard(file, tokens)
+    put_object(file, tokens.tobytes())
+    put_object(shared.summaries / file.name, _summarize(tokens, encoder.separator))
+    put_object(file.with_suffix(".json"), _make_receipt(shard, encoder))
+    return shard
+
+
+def load_shared_shard(file: Path, encoder: Encoder) -> Shard | None:
+    """Return the shard that any worker has completed, if any; its tokens are not read."""
+    try:
+        receipt = json.loads(file.with_suffix(".json").read_bytes())
+    except FileNotFoundError:
+        return None
+    if receipt.pop("tokenizer") != encoder.hash:  # put_object raises the error
+        return None
+    return Shard(**receipt)
+
+
+def _summarize(tokens: Tokens, separator: int) -> bytes:
+    """Return the token counts and the ends of documents of a shard, compressed."""
+    ids, counts = np.unique(tokens, return_counts=True)
+    ends = np.flatnonzero(tokens == separator) + 1
+    stream = io.BytesIO()
+    np.savez_compressed(stream, ids=ids, counts=counts, ends=ends)
+    return stream.getvalue()
+
+
+def finish_shared_text(splits: BuiltSplits, encoder: Encoder, shared: SharedWork) -> BuiltSplits:
+    """Put `Split.ends`, and add the entropy, from the summaries of all shards."""
+    directory, frequency, written = shared.final.parent, np.zeros(encoder.vocab_size, np.int64), []
+    for name, split in zip(SPLITS, splits[:2], strict=True):
+        ends, begin = [np.empty(0, np.int64)], 0
+        for shard, content in _read_summaries(split.shards, splits.dtype, encoder, shared):
+            summary = np.load(io.BytesIO(content))
+            if name == "train":
+                frequency[summary["ids"]] += summary["counts"]
+            ends.append(summary["ends"] + begin)
+            begin += shard.tokens
+        file, all_ends = directory / f"{name}.ends", np.concatenate(ends)
+        put_object(file, all_ends.tobytes())
+        written.append(replace(split, ends=describe_shard(file, all_ends)))
+    return splits._replace(
+        train=written[0], validation=written[1], entropy_nats=entropy_nats(frequency)
+    )
+
+
+def _read_summaries(
+    shards: Sequence[Shard], dtype: Dtype, encoder: Encoder, shared: SharedWork
+) -> Iterator[tuple[Shard, bytes]]:
+    """Yield each shard and its summary, which follows from the tokens if it is lost."""
+    directory: Any = shared.summaries
+    for first in range(0, len(shards), SUMMARIES_PER_READ):
+        batch = shards[first : first + SUMMARIES_PER_READ]
+        paths = [(directory / shard.file).path for shard in batch]
+        contents = directory.fs.cat(paths, on_error="omit")
+        for shard, path in zip(batch, paths, strict=True):
+            if path not in contents:
+                tokens = np.frombuffer((shared.final.parent / shard.file).read_bytes(), dtype)
+                contents[path] = _summarize(tokens, encoder.separator)
+            yield shard, contents[path]
 
 
 def write_document_ends(directory: Path, splits: BuiltSplits, separator: int) -> BuiltSplits:

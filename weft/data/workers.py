@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
@@ -21,6 +22,10 @@ POLL_SECONDS = 0.2
 Advance = Callable[[int], None]
 
 _shared: Any = None  # in a worker: bytes done by all workers, and a stop flag
+
+
+def ignore_progress(size: int) -> None:
+    """Ignore the progress of work that takes little time, or reports it otherwise."""
 
 
 class _Cancelled(Exception):
@@ -57,31 +62,66 @@ def parallel_map(
     """
     if num_processes == 1:
         return [function(item, advance) for item in items]
+    with open_pool(advance, num_processes) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        pending = set(futures)
+        while pending:
+            for future in pool.wait(pending):
+                future.result()  # raises the error of a worker
+                pending.discard(future)
+        return [future.result() for future in futures]
+
+
+class Pool:
+    """Processes that run a function; see `open_pool`."""
+
+    def __init__(self, advance: Advance, executor: ProcessPoolExecutor | None, shared: Any) -> None:
+        self._advance, self._executor, self._shared = advance, executor, shared
+        self._reported = 0
+
+    def submit(self, function: Callable[[T, Advance], R], item: T) -> Future[R]:
+        """Start ``function(item, advance)``; without processes, run it now."""
+        if self._executor is not None:
+            return self._executor.submit(function, item, _advance)
+        future = Future[R]()
+        future.set_result(function(item, self._advance))
+        return future
+
+    def wait(self, pending: Collection[Future[R]]) -> Iterable[Future[R]]:
+        """Return those that are done, after a fraction of a second; report their progress."""
+        done, _ = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
+        if self._shared is not None:
+            current = self._shared[0]  # read once: workers change it meanwhile
+            self._advance(current - self._reported)
+            self._reported = current
+        return done
+
+
+@contextmanager
+def open_pool(advance: Advance, num_processes: int) -> Iterator[Pool]:
+    """Yield processes; at an exception they stop.  See `parallel_map`.
+
+    Raises:
+        WeftError: a process was killed.
+    """
+    if num_processes == 1:
+        yield Pool(advance, None, None)
+        return
     # Not fork: this process may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
     shared = context.Array("q", 2)
     threads = max(1, num_cores() // num_processes)
-    reported = 0
     with ProcessPoolExecutor(
         num_processes, context, initializer=_init_worker, initargs=(shared, threads)
-    ) as pool:
+    ) as executor:
         try:
-            futures = [pool.submit(function, item, _advance) for item in items]
-            pending = set(futures)
-            while pending:
-                done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-                current = shared[0]  # read once: workers change it meanwhile
-                advance(current - reported)
-                reported = current
-                for future in done:
-                    future.result()  # raises the error of a worker
-            return [future.result() for future in futures]
+            yield Pool(advance, executor, shared)
         except BrokenProcessPool as error:
             reason = "a process that prepares the data was killed, possibly out of memory"
             raise WeftError(f"{reason}; run the same command to resume") from error
         finally:
             shared[1] = 1
-            pool.shutdown(wait=True, cancel_futures=True)
+            executor.shutdown(wait=True, cancel_futures=True)
 
 
 def _init_worker(shared: Any, threads: int) -> None:

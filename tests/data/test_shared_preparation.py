@@ -1,0 +1,258 @@
+"""Preparation by several workers in an object store: claims, heartbeats, errors, equal bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from tests import aws
+from tests.s3 import Proxy
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.storage import open_directory, put_if_absent
+from weft.data import shared_preparation
+from weft.data.shared_preparation import SharedWork, make_together, map_units
+from weft.data.workers import Advance, ignore_progress
+
+pytestmark = pytest.mark.skipif(bool(aws.missing()), reason=f"needs {', '.join(aws.missing())}")
+FAST = {"BEAT_SECONDS": 0.1, "EXPIRY_SECONDS": 1.0, "POLL_SECONDS": 0.05}
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with aws.moto_server() as number:
+        yield number
+
+
+@pytest.fixture
+def cache(port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A prefix of a bucket, and short times."""
+    for name, value in aws.variables(port).items():
+        monkeypatch.setenv(name, value)
+    for name, seconds in FAST.items():
+        monkeypatch.setattr(shared_preparation, name, seconds)
+    monkeypatch.setattr(shared_preparation, "UNIT_BYTES", 1)
+    bucket = f"tokens-{abs(hash(request.node.name)) % 10**9}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    return open_directory(f"s3://{bucket}/cache")
+
+
+def start_workers(count: int, work: Callable[[], Any]) -> list[Any]:
+    """Return what ``work`` returns or raises in each of several threads."""
+    results: list[Any] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work()
+        except (InvalidConfig, shared_preparation.Completed) as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def square_all(cache: Path, square: Callable[[int, Advance], int], count: int = 30) -> list[int]:
+    shared = SharedWork(cache / "preparing" / "work", cache / "final")
+    items = list(range(count))
+    return map_units(shared, "squares", square, items, [1] * count, int, ignore_progress, 1)
+
+
+def test_units_are_each_done_by_one_worker_and_all_get_the_results(cache: Path) -> None:
+    calls: Counter[int] = Counter()
+    workers = set()
+
+    def square(number: int, advance: Advance) -> int:
+        calls[number] += 1
+        workers.add(threading.get_ident())
+        time.sleep(0.01)
+        return number * number
+
+    results = start_workers(3, lambda: square_all(cache, square))
+    assert results == [[n * n for n in range(30)]] * 3
+    assert calls == Counter(range(30))
+    assert len(workers) == 3
+
+
+def test_units_of_several_small_items_are_done_together(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_preparation, "UNIT_BYTES", 10)
+    seen = []
+
+    def triple(number: int, advance: Advance) -> int:
+        return 3 * number
+
+    shared = SharedWork(cache / "preparing" / "work", cache / "final")
+    sizes = [4, 4, 4, 25, 0, 3, 3]
+    results = map_units(shared, "t", triple, range(7), sizes, int, seen.append, 1)
+    assert results == [0, 3, 6, 9, 12, 15, 18]
+    names = {path.name for path in shared.directory.joinpath("t").iterdir()}
+    assert names == {f"{kind}-00000{n}" for kind in ("result",) for n in range(5)} | {
+        f"claim-00000{n}-000" for n in range(5)
+    }
+
+
+WORKER = """\
+import sys, time
+from pathlib import Path
+from weft.config.storage import open_directory
+from weft.data import shared_preparation
+from tests.data.test_shared_preparation import FAST, square_all
+for name, seconds in FAST.items():
+    setattr(shared_preparation, name, seconds)
+shared_preparation.UNIT_BYTES = 1
+def square(number, advance):
+    print(number, flush=True)
+    time.sleep(600)
+square_all(open_directory(sys.argv[1]), square)
+"""
+
+
+def test_units_of_workers_that_ended_are_done_by_another(cache: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(cache)]
+    signals = (signal.SIGKILL, signal.SIGINT, signal.SIGSTOP)
+    workers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in signals
+    ]
+    try:
+        lost = {int(worker.stdout.readline()) for worker in workers if worker.stdout}
+        assert len(lost) == 3
+        calls: Counter[int] = Counter()
+
+        def square(number: int, advance: Advance) -> int:
+            calls[number] += 1
+            return number * number
+
+        def send() -> None:
+            time.sleep(2 * FAST["EXPIRY_SECONDS"])  # workers that live keep their units
+            kept.append(lost.isdisjoint(calls) and calls.total() == 27)
+            for worker, number in zip(workers, signals, strict=True):
+                os.kill(worker.pid, number)
+
+        kept: list[bool] = []
+        thread = threading.Thread(target=send)
+        thread.start()
+        results = square_all(cache, square)
+        thread.join()
+        assert kept == [True]
+        assert results == [n * n for n in range(30)]
+        assert calls == Counter(range(30))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def test_error_of_a_worker_ends_all_with_the_same_message(cache: Path) -> None:
+    error = ConfigError("data.path", "x.jsonl", "cannot be read: permission denied", "repair it")
+    barrier = threading.Barrier(3, timeout=30)
+
+    def fail(number: int, advance: Advance) -> int:
+        if number < 3:
+            barrier.wait()  # all workers run
+            raise InvalidConfig([error])
+        return number
+
+    results = start_workers(3, lambda: square_all(cache, fail))
+    assert [str(each) for each in results] == [str(InvalidConfig([error]))] * 3
+    # The next attempt does not read the old error.
+    assert square_all(cache, lambda number, advance: number) == list(range(30))
+
+
+def test_work_that_another_has_completed_ends(cache: Path) -> None:
+    def complete(number: int, advance: Advance) -> int:
+        put_if_absent(cache / "final", b"done")
+        work = cache / "preparing" / "work"
+        work.fs.rm(work.path, recursive=True)  # type: ignore[attr-defined]
+        return number
+
+    [result] = start_workers(1, lambda: square_all(cache, complete))
+    assert isinstance(result, shared_preparation.Completed)
+    [result] = start_workers(1, lambda: square_all(cache, complete))  # at the start
+    assert isinstance(result, shared_preparation.Completed)
+
+
+def make(cache: Path, name: str = "work", source: str = "web") -> list[str]:
+    messages: list[str] = []
+
+    def combine(shared: SharedWork) -> bytes:
+        work = ("unit", lambda item, advance: item, [7], [1], int, ignore_progress, 1)
+        return str(map_units(shared, *work)).encode()
+
+    final = cache / f"final-{name}"
+    make_together(cache, name, final, source, lambda p: messages.append(p.message), combine)
+    assert final.read_bytes() == b"[7]"
+    return messages
+
+
+def test_work_of_other_versions_is_refused_and_of_other_settings_reported(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make(cache) == []
+    assert not (cache / "preparing" / "work").exists()
+    put_if_absent(
+        cache / "preparing" / "other" / "job",
+        b'{"source": "web", "versions": {"weft": "0.0.7", "tokenizers": "9"}}',
+    )
+    [message] = make(cache, "second")
+    assert "have other settings, tokenizers or files, and share no work" in message
+    assert make(cache, "third", source="books") == []
+    with pytest.raises(InvalidConfig) as caught:
+        make(cache, "other")
+    assert "weft 0.0.7 and tokenizers 9; this one has weft" in str(caught.value)
+    assert f"delete {cache}/preparing/other if none runs" in str(caught.value)
+
+
+def test_store_that_ignores_conditional_puts_is_refused(
+    port: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = Proxy(port)
+    proxy.dropped_headers = {"if-none-match"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    type(cache.fs).clear_instance_cache()  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(InvalidConfig) as caught:
+            make(open_directory(str(cache)))
+    finally:
+        proxy.close()
+        type(cache.fs).clear_instance_cache()  # type: ignore[attr-defined]
+    assert "ignores conditional puts (If-None-Match)" in str(caught.value)
+    assert "Use a store with conditional puts, such as Amazon S3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "credentials"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "127.0.0.1:9"),
+    ],
+)
+def test_store_without_credentials_or_endpoint_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], reason: str
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr("weft.config.files.MAX_ATTEMPTS", 1)
+    type(cache.fs).clear_instance_cache()  # type: ignore[attr-defined]
+    with pytest.raises(InvalidConfig) as caught:
+        make(open_directory(str(cache)))
+    type(cache.fs).clear_instance_cache()  # type: ignore[attr-defined]
+    assert str(caught.value).startswith(f'data.cache_dir="{cache}" cannot be used: ')
+    assert reason in str(caught.value)
+    assert "Check the name of the bucket, the credentials and the endpoint" in str(caught.value)
