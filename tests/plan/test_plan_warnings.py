@@ -59,6 +59,8 @@ CASES = [
     ("data.packing=documents", "data.format=chat", 1, "", 1),
     ("data.start_token=false", "data.format=chat", 1, "", 1),
     ("data.add_special_tokens=<|x|>", "", 1, "data.format=chat", 1),
+    ("data.node_cache_dir=/nvme", "", 1, "data.cache_dir=s3://b/tokens", 1),
+    ("data.node_cache_gib=100", "", 1, "data.path=s3://b/tokens", 1),
     ("data.overlong=skip", "", 1, "data.format=chat", 1),
     ("data.chat_template=x.jinja", "", 1, "data.format=chat", 1),
     ("data.chat_template_args=a=b", "", 1, "data.format=chat", 1),

@@ -66,6 +66,7 @@ def hydrate_tokens(dataset: Dataset, log: Log) -> None:
     files = [
         str(store.path / shard.file)
         for store in dataset.stores
+        if not store.url
         for split in store.splits
         for shard in split.files
     ]

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 # Seconds between two polls, for an answer, and for the watchdogs of other hosts to report first.
 POLL_SECONDS, ANSWER_SECONDS, PEER_REPORT_SECONDS = 0.25, 0.75, 3.0
+BYTES_SECONDS = 15.0  # since the last report of a rank that waits for bytes
 
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
 
@@ -283,6 +284,12 @@ class RankProbe:
         # A heartbeat that has just changed may be half-written, so do not parse it.
         return self.age > 0 and self.age > float(self.heartbeat.split()[2])
 
+    @property
+    def waits_for_bytes(self) -> bool:
+        """Return True if the rank reports that it waits for bytes of its token store."""
+        seconds = time.monotonic() - float(self.heartbeat.split()[0])
+        return seconds < BYTES_SECONDS and self.heartbeat.split()[3:4] == [b"bytes"]
+
     def read_heartbeat(self) -> bytes:
         """Read the line with the rank's position and time limit."""
         self.heartbeat = os.pread(self.heartbeat_fd, LINE_BYTES, 0)
@@ -450,7 +457,10 @@ def main() -> None:
         # If this process was suspended, the ranks may have been suspended, too.
         late = [rank.is_late(min(now - before, 4 * POLL_SECONDS)) for rank in ranks]
         before = now
-        if any(late):
+        if any(rank.waits_for_bytes for rank in ranks):  # and the others wait for it
+            for rank in ranks:
+                rank.age = 0.0
+        elif any(late):
             break
     states = collect_evidence(ranks)
     if not report_hang(Path(run_dir), ranks, states, world_size) and len(ranks) < world_size:

@@ -272,7 +272,21 @@ class DataSection(Section):
         "action on a file or document that is not UTF-8. error: stop; replace: replace the bad "
         "bytes; skip: drop it",
     )
-    cache_dir: Text = key("auto", "directory of prepared data; auto: the user's cache directory")
+    cache_dir: Text = key(
+        "auto",
+        "directory of prepared data, or s3://bucket/prefix for nodes without a shared disk; auto: "
+        "the user's cache directory",
+    )
+    node_cache_dir: Text = key(
+        "auto",
+        "directory of this node for the parts that it reads of a token store in a bucket; auto: "
+        "the user's cache directory",
+    )
+    node_cache_gib: Annotated[float, Field(gt=0)] | Auto = key(
+        "auto",
+        "limit of data.node_cache_dir, in GiB; the parts that were not used for longest are "
+        "deleted; auto: 80% of the free space",
+    )
 
     @property
     def sources(self) -> tuple[str, ...]:

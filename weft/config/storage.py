@@ -71,6 +71,12 @@ def open_directory(location: str | Path) -> Path:
     return directory  # type: ignore[no-any-return]
 
 
+def is_bucket_url(path: str) -> bool:
+    """Return True for a URL of an object store, such as ``s3://bucket/store``."""
+    scheme, is_url, _ = path.partition("://")
+    return bool(is_url) and scheme in BUCKET_SCHEMES
+
+
 def check_store_writable(key: str, url: str) -> list[ConfigError]:
     """Return an error if a URL's file system can only be read."""
     if not url.startswith(READ_ONLY_SCHEMES):

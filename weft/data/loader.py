@@ -35,9 +35,10 @@ Shapes: B sequences of a microbatch, T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -50,9 +51,18 @@ from weft.config.errors import WeftError
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
 from weft.data.packing import PackedSequences, SwappedAnswers, pack_split, swap_answers
+from weft.data.remote_tokens import (
+    TRAIN,
+    WAIT_SECONDS,
+    Block,
+    ReaderClient,
+    RemoteColumn,
+    beat_if_waiting,
+)
 from weft.data.token_store import Ints, SplitName, Store, TokenStream
 
 LOOKUP_POSITIONS = 512  # positions per lookup
+MAX_NAMED_STEPS = 64  # whose blocks of a store in a bucket a rank names in advance
 IGNORE_INDEX = -100  # target without loss, as in torch's cross_entropy
 
 Packing = Literal["windows", "documents"]
@@ -300,7 +310,7 @@ class PackedDocuments:
     packed: PackedSequences
     seq_len: int
     separator: int
-    weights: NDArray[np.float32] | None = None
+    weights: NDArray[np.float32] | RemoteColumn | None = None
     scores: bool = False
 
     def __len__(self) -> int:
@@ -468,6 +478,29 @@ class Mixture:
     shares: Sequence[float] = (1.0,)
     has_weights: bool = False
 
+    def announce(self, purpose: str, sources: Ints, indices: Ints) -> None:
+        """Name the samples of the next steps to the readers of stores in buckets.
+
+        Args:
+            purpose: `weft.data.remote_tokens.TRAIN`, or another, which comes after it.
+            sources: int64 (steps, n), in the order of the steps.
+            indices: of the same shape.
+        """
+        blocks: dict[ReaderClient, list[Block]] = {}
+        for sources_N, indices_N in zip(sources, indices, strict=True):
+            for source, samples in enumerate(self.sources):
+                for client, part in _list_blocks(samples, indices_N[sources_N == source]):
+                    blocks.setdefault(client, []).extend(part)
+        for client, named in blocks.items():
+            client.announce(purpose, named)
+
+    @property
+    def is_remote(self) -> bool:
+        """Return True if a source is in a bucket."""
+        return any(
+            stream.client for samples in self.sources for stream, _, _ in list_spans(samples, _NONE)
+        )
+
     def get_batch(self, sources: Ints, indices: Ints) -> Batch:
         """Return samples by source and index, both int64 (n,)."""
         if len(self.sources) == 1:
@@ -484,10 +517,40 @@ class Mixture:
         return Batch._make(merged)._replace(sources_B=torch.from_numpy(sources))
 
     def _get_samples(self, source: int, indices: Ints) -> Batch:
+        for client, blocks in _list_blocks(self.sources[source], indices):
+            client.ensure(blocks)  # together, where the samples read them one after the other
         batch = self.sources[source].get_batch(indices)
         if self.has_weights and batch.weights_BT is None:
             return batch._replace(weights_BT=torch.ones(batch.tokens_BT.shape))
         return batch
+
+
+_NONE: Ints = np.empty(0, np.int64)
+
+
+def list_spans(samples: Samples, indices: Ints) -> list[tuple[TokenStream, Ints, Ints]]:
+    """Return the streams that samples read, with starts and lengths of what they read."""
+    if isinstance(samples, AnswerGroups):
+        samples = samples.packed
+    if isinstance(samples, TokenChunks):
+        starts = indices * samples.seq_len
+        return [(samples.stream, starts, np.full(len(starts), samples.seq_len + 1))]
+    if not isinstance(samples, PackedDocuments):
+        return []
+    packed = samples.packed
+    documents = np.concatenate([_NONE, *map(packed.documents_of, indices.tolist())])
+    streams = [samples.stream, samples.loss_mask]
+    if isinstance(samples.weights, RemoteColumn):
+        streams.append(TokenStream([samples.weights]))
+    starts, lengths = packed.starts[documents], packed.lengths[documents] + 1
+    return [(stream, starts, lengths) for stream in streams if stream is not None]
+
+
+def _list_blocks(samples: Samples, indices: Ints) -> Iterator[tuple[ReaderClient, list[Block]]]:
+    """Yield the readers of samples of a store in a bucket, and the blocks to read."""
+    for stream, starts, lengths in list_spans(samples, indices):
+        if (client := stream.client) is not None:
+            yield client, stream.list_blocks(starts, lengths)
 
 
 def build_mixture(
@@ -577,6 +640,9 @@ class Loader:
     _cached_samples: dict[tuple[int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
     )
+    _is_remote: bool = field(init=False, compare=False)
+    # First position, sequences and steps of the last announcement.
+    _announced: list[tuple[int, int, int]] = field(default_factory=list, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.dp_size:
@@ -585,6 +651,7 @@ class Loader:
                 f"dp_size = {self.dp_size}"
             )
         object.__setattr__(self, "_sampler", MixtureSampler(self.mixture.shares))  # frozen
+        object.__setattr__(self, "_is_remote", self.mixture.is_remote)
 
     def get_microbatches(
         self, consumed: int, replica_group: int = 0, num_groups: int = 1
@@ -607,6 +674,8 @@ class Loader:
         num_sequences = max(1, end - begin)
         step = 1 if self.is_strided else num_sequences
         first = consumed + begin * self.dp_size + self.dp_rank * step
+        if self._is_remote:
+            self._announce(first, num_sequences)
         batch = self.mixture.get_batch(*self._samples(first, num_sequences))
         if begin == end:
             batch.remove_targets(slice(None))
@@ -620,6 +689,20 @@ class Loader:
         starts = range(0, num_sequences, self.microbatch_size)
         microbatches = (slice(start, start + self.microbatch_size) for start in starts)
         return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]
+
+    def _announce(self, first: int, num_sequences: int) -> None:
+        """Name the blocks of this and the next steps, unless most are named already."""
+        num_steps = max(2, min(MAX_NAMED_STEPS, LOOKUP_POSITIONS // num_sequences))
+        for position, sequences, steps in self._announced:
+            num_since, rest = divmod(first - position, self.global_batch_size)
+            if not rest and sequences == num_sequences and 0 <= num_since < steps // 2:
+                return
+        firsts = first + self.global_batch_size * np.arange(num_steps)
+        step = self.dp_size if self.is_strided else 1
+        positions = firsts[:, None] + np.arange(num_sequences) * step
+        located = self._find_samples(positions.ravel()).reshape(2, num_steps, num_sequences)
+        self.mixture.announce(TRAIN, *located)
+        self._announced[:] = [(first, num_sequences, num_steps)]
 
     def _samples(self, first: int, num_sequences: int) -> Ints:
         """Return source and index of ``num_sequences`` of a rank from ``first``: (2, n)."""
@@ -680,7 +763,7 @@ class Prefetcher:
         request = (consumed, replica_group, num_groups)
         prepared, result = None, None
         if self._pending:
-            prepared, result = self._results.get()
+            prepared, result = self._wait_for_result()
             self._pending = False
         if prepared != request:
             result = self._loader.get_microbatches(*request)
@@ -692,6 +775,12 @@ class Prefetcher:
             )
             self._pending = True
         return cast(list[Batch], result)
+
+    def _wait_for_result(self) -> Any:
+        while True:
+            with suppress(Empty):
+                return self._results.get(timeout=WAIT_SECONDS)
+            beat_if_waiting()  # the thread waits for bytes, and this one has the heartbeat
 
     def _prefetch_loop(self) -> None:
         on_gpu = self._device.type == "cuda"
@@ -738,6 +827,9 @@ def evaluation_batches(
     per_rank = -(-selected.shape[1] // dp_size)
     batch_size = min(microbatch_size, per_rank)
     per_rank = -(-per_rank // batch_size) * batch_size
+    if mixture.is_remote:
+        mine = selected[:, dp_rank * per_rank : (dp_rank + 1) * per_rank]
+        mixture.announce("evaluate", *mine[:, None])
     for first in range(dp_rank * per_rank, (dp_rank + 1) * per_rank, batch_size):
         part = selected[:, first : first + batch_size]
         missing = batch_size - part.shape[1]

@@ -65,9 +65,12 @@ def write_dataset(
 def describe_overlap(stores: Sequence[Store], validation: Store, report: Report) -> Iterator[str]:
     """Yield a sentence if documents of the validation set are also training data.
 
-    Documents (conversations, pairs) of equal tokens are counted.  Large training data are not read.
+    Documents (conversations, pairs) of equal tokens are counted.  Large training data, and those in
+    a bucket, are not read.
     """
     if sum(store.manifest.train.tokens for store in stores) > MAX_COMPARED_TOKENS:
+        return
+    if any(store.url for store in stores):  # each node would read all of the bucket first
         return
     report(Progress("comparing the validation set with the training data"))
     seen = {digest for store in stores for digest in _hash_documents(store)}

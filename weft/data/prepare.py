@@ -27,7 +27,7 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, truncat
 from weft.config.escaping import escape_controls
 from weft.config.files import expand_path, write_durably
 from weft.config.schema import DataSection
-from weft.config.storage import is_remote, open_directory
+from weft.config.storage import is_bucket_url, is_remote, open_directory
 from weft.data.chat import ChatEncoder, make_chat_encoder
 from weft.data.chat_template import ChatTemplate, load_chat_template
 from weft.data.conversations import read_conversation_corpus
@@ -48,6 +48,7 @@ from weft.data.prepared_cache import (
     open_verified_store,
     raise_errors,
 )
+from weft.data.remote_tokens import CacheLocation
 from weft.data.shared_preparation import SharedWork, make_together, map_units, put_object
 from weft.data.source import SourceRef, detect_source, path_error
 from weft.data.text_files import read_text_corpus
@@ -67,8 +68,10 @@ from weft.data.token_store import (
     TOKENIZER_FILE,
     Manifest,
     Store,
+    copy_small_files,
     hash_json,
     is_store,
+    open_store,
 )
 from weft.data.tokenizer import read_tokenizer
 from weft.data.tokenizer_training import train_tokenizer
@@ -89,7 +92,7 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
     Arguments and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare_store`.
     Sources of a mixture may be prepared stores of one tokenizer, and text beside conversations.
     """
-    report = progress or (lambda _: None)
+    report, local = progress or (lambda _: None), local_cache(section, cache)
     training = section.for_training
     if section.is_mixture:
         stores = _prepare_mixture(training, cache, report)
@@ -102,12 +105,12 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
                 report(Progress(f"{text} used: neither trained nor evaluated"))
     if section.validation_path:
         validation = _prepare_validation(section, stores, cache, report)
-        with convert_cache_errors(cache):
-            return write_dataset(section.weights, stores, cache / "mixtures", validation, report)
+        with convert_cache_errors(local):
+            return write_dataset(section.weights, stores, local / "mixtures", validation, report)
     if not section.is_mixture:
         return dataset_from_store(stores[0])
-    with convert_cache_errors(cache):
-        return write_dataset(section.weights, stores, cache / "mixtures")
+    with convert_cache_errors(local):
+        return write_dataset(section.weights, stores, local / "mixtures")
 
 
 def _prepare_validation(
@@ -390,7 +393,7 @@ def _prepare_corpus(
         return format_manifest(manifest)
 
     make_together(cache, name, store / STORE_FILE, section.path, report, make)
-    return open_verified_store(str(store), cache, report)
+    return open_bucket_store(str(store), section)
 
 
 def _build_together(
@@ -421,7 +424,10 @@ def _open_given_store(
     section: DataSection, given: Encoder | None, cache: Path, report: Report
 ) -> Store:
     """Open the store at ``data.path``, and compare its tokenizer and kind."""
-    store = open_verified_store(section.path, cache, report)
+    if is_bucket_url(section.path):
+        store = open_bucket_store(section.path, section)
+    else:
+        store = open_verified_store(section.path, local_cache(section, cache), report)
     kind = store.manifest.kind
     if given is not None and given.hash != store.manifest.tokenizer_hash:
         rule = f"does not match the store {section.path}, which was prepared with another tokenizer"
@@ -461,7 +467,7 @@ def _load_shared_tokenizer(
             *filter(any, [new_tokens(section)]),
         ]
         key = hash_json([settings, [corpus.cache_key for corpus in text_corpora]])
-        local = local_cache(cache)
+        local = local_cache(section, cache)
         file = local / "tokenizers" / key / TOKENIZER_FILE
 
         def make(shared: SharedWork) -> bytes:
@@ -523,15 +529,36 @@ def cache_dir(section: DataSection) -> Path:
             raise InvalidConfig(errors) from None
     if section.cache_dir != "auto":
         return expand_path(section.cache_dir)
-    return local_cache()
+    return _user_cache_dir()
 
 
-def local_cache(cache: Path | None = None) -> Path:
-    """Return ``cache`` if it is on this machine, or else the user's cache directory."""
-    if cache is not None and not is_remote(cache):
-        return cache
+def local_cache(section: DataSection, cache: Path) -> Path:
+    """Return ``cache`` if it is on this machine, or else ``data.node_cache_dir``."""
+    return node_cache_dir(section) if is_remote(cache) else cache
+
+
+def node_cache_dir(section: DataSection) -> Path:
+    """Return the directory that ``data.node_cache_dir`` names."""
+    is_auto = section.node_cache_dir == "auto"
+    return _user_cache_dir() if is_auto else expand_path(section.node_cache_dir)
+
+
+def _user_cache_dir() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "weft"
+
+
+def open_bucket_store(url: str, section: DataSection) -> Store:
+    """Open a store in a bucket, whose parts are read when they are needed.
+
+    Raises:
+        InvalidConfig: it does not exist or cannot be read, or ``data.node_cache_dir`` cannot be
+            written.
+    """
+    cache, limit = node_cache_dir(section).absolute(), section.node_cache_gib
+    location = CacheLocation(str(cache), 0 if limit == "auto" else int(limit * (1 << 30)))
+    with convert_cache_errors(cache, "data.node_cache_dir"):
+        return open_store(copy_small_files(url, cache / "remote", location))
 
 
 @contextmanager

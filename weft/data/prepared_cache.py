@@ -153,6 +153,8 @@ def open_verified_store(
             vocabulary.
     """
     store = open_store(path)
+    if store.url:  # the reader compares each part with its hash
+        return store
     verified_file = _verified_file(store, cache)
     if not force and verified_file.is_file():
         return store
@@ -308,13 +310,13 @@ def lock_prepared(directory: Path, report: Report, waiting: str) -> Iterator[Non
 
 
 @contextmanager
-def convert_cache_errors(cache: Path) -> Iterator[None]:
-    """Convert an OSError inside into an error of ``data.cache_dir``."""
+def convert_cache_errors(cache: Path, key: str = "data.cache_dir") -> Iterator[None]:
+    """Convert an OSError inside into an error of ``key``."""
     try:
         yield
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        remedy = "set data.cache_dir to a writable directory with enough space"
+        remedy = f"set {key} to a writable directory with enough space"
         if isinstance(error, LocksMissing):
             rule, remedy = error.rule, NO_LOCKS_REMEDY
-        raise InvalidConfig([ConfigError("data.cache_dir", str(cache), rule, remedy)]) from None
+        raise InvalidConfig([ConfigError(key, str(cache), rule, remedy)]) from None

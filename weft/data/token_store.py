@@ -26,6 +26,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,21 @@ from tokenizers import Tokenizer
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import expand_path
+from weft.config.files import expand_path, read_json, write_durably, write_json
+from weft.config.locks import hold_lock
+from weft.config.storage import is_bucket_url
+from weft.data.document_tokens import RECORD_FILE
+from weft.data.remote_tokens import (
+    GONE,
+    NO_CACHE,
+    Block,
+    CacheLocation,
+    ReaderClient,
+    RemoteColumn,
+    RemoteFile,
+    fetch_failed,
+    read_object,
+)
 from weft.data.tokenizer import load_tokenizer
 
 FORMAT = 1
@@ -46,6 +61,8 @@ STORE_FILE = "store.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # bos_token and so on, for the template
+# In a copy of the small files of a store in a bucket: its URL, and the cache of its blocks.
+REMOTE_FILE = "remote.json"
 
 Ints = NDArray[np.int64]
 Dtype = Literal["uint16", "uint32"]
@@ -58,9 +75,12 @@ Kind = Literal["text", "chat", "preferences", "unpaired"]
 class TokenStream:
     """Tokens of one split, concatenated over all shards."""
 
-    def __init__(self, shards: Sequence[NDArray[Any]]) -> None:
+    def __init__(self, shards: Sequence[NDArray[Any] | RemoteColumn]) -> None:
         # Plain array views: slicing an np.memmap costs microseconds.
-        self._shards = [np.asarray(shard) for shard in shards]
+        self._shards = [
+            shard if isinstance(shard, RemoteColumn) else np.asarray(shard) for shard in shards
+        ]
+        self._remote = next((s for s in self._shards if isinstance(s, RemoteColumn)), None)
         self._begins = np.cumsum([0, *(len(shard) for shard in shards)]).tolist()
 
     def __len__(self) -> int:
@@ -74,6 +94,8 @@ class TokenStream:
         """
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"a window of {length} tokens reaches outside 0..{len(self)}")
+        if self._remote is not None:
+            self._remote.client.ensure(self.list_blocks(starts, np.full(len(starts), length)))
         out = np.empty((len(starts), length), np.int64)
         # Copying each window is several times faster than indexing every position.
         for row, start in zip(out, starts.tolist(), strict=True):
@@ -85,17 +107,36 @@ class TokenStream:
                 filled, shard = filled + len(part), shard + 1
         return out
 
+    @property
+    def client(self) -> ReaderClient | None:
+        """Return the reader of a store in a bucket."""
+        return None if self._remote is None else self._remote.client
+
+    def list_blocks(self, starts: Ints, lengths: Ints) -> list[Block]:
+        """Return the distinct blocks of windows of a store in a bucket, in order."""
+        blocks: dict[Block, None] = {}
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            number = bisect_right(self._begins, start) - 1
+            while number < len(self._shards) and self._begins[number] < start + length:
+                column, begin = self._shards[number], self._begins[number]
+                if isinstance(column, RemoteColumn):
+                    _ = column.client  # knows the file from now on
+                    first, last = max(start - begin, 0), min(start + length - begin, len(column))
+                    blocks.update(dict.fromkeys(column.list_blocks(first, last)))
+                number += 1
+        return list(blocks)
+
     def find_token(self, token: int) -> NDArray[np.int64]:
         """Return the positions of ``token``, int64."""
         positions = [
-            begin + np.flatnonzero(shard == token)
+            begin + np.flatnonzero(np.asarray(shard) == token)
             for begin, shard in zip(self._begins, self._shards, strict=False)
         ]
         return np.concatenate(positions) if positions else np.empty(0, np.int64)
 
     def count_nonzero(self) -> int:
         """Return the number of entries other than 0; in a loss mask, trained tokens."""
-        return sum(int(np.count_nonzero(shard)) for shard in self._shards)
+        return sum(int(np.count_nonzero(np.asarray(shard))) for shard in self._shards)
 
 
 @dataclass(frozen=True)
@@ -183,10 +224,36 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Store:
-    """An open store; see `open_store`."""
+    """An open store; see `open_store`.
+
+    ``url`` is that of a store in a bucket, whose large files `column` reads through ``location``;
+    ``path`` then has the small ones.
+    """
 
     path: Path
     manifest: Manifest
+    url: str = ""
+    location: CacheLocation = NO_CACHE
+
+    def column(self, shard: Shard, dtype: str) -> NDArray[Any] | RemoteColumn:
+        """Return the numbers of a file, mapped or read from the bucket in parts."""
+        if not self.url:
+            return map_shard(self.path, dtype, shard)
+        return RemoteColumn(self.remote_file(shard), dtype, self.location)
+
+    def remote_file(self, shard: Shard) -> RemoteFile:
+        """Return a file of a store in a bucket."""
+        url, width = f"{self.url}/{shard.file}", self.manifest.block_bytes
+        return RemoteFile(url, shard.size_bytes, shard.xxh3, width, shard.block_xxh3)
+
+    def map_all(self, shard: Shard, dtype: str) -> NDArray[Any]:
+        """Map a file into memory; one in a bucket is copied to the node first."""
+        file = self.path / shard.file
+        if self.url and not file.is_file():
+            with hold_lock(self.path / "lock", lambda: None):
+                if not file.is_file():
+                    write_durably(file, np.asarray(self.column(shard, dtype)).data)
+        return map_shard(self.path, dtype, shard)
 
     def split(self, name: SplitName) -> Split:
         """Return the entry of a split in the manifest."""
@@ -195,39 +262,40 @@ class Store:
     def tokens(self, name: SplitName) -> TokenStream:
         """Return the tokens of a split, mapped into memory."""
         shards = self.split(name).shards
-        return TokenStream([map_shard(self.path, self.manifest.dtype, s) for s in shards])
+        return TokenStream([self.column(shard, self.manifest.dtype) for shard in shards])
 
     def loss_mask(self, name: SplitName) -> TokenStream | None:
         """Return 1 for each token that is trained on, else 0; None: all tokens are."""
         split = self.split(name)
         if split.learned is None:
             return None
-        return TokenStream([map_shard(self.path, "uint8", split.learned)])
+        return TokenStream([self.column(split.learned, "uint8")])
 
-    def weights(self, name: SplitName) -> NDArray[np.float32] | None:
+    def weights(self, name: SplitName) -> NDArray[np.float32] | RemoteColumn | None:
         """Return the factor of each token's loss; None: 1 for all that are trained on."""
         split = self.split(name)
         if split.weights is None:
             return None
-        return np.asarray(map_shard(self.path, "float32", split.weights))
+        column = self.column(split.weights, "float32")
+        return column if isinstance(column, RemoteColumn) else np.asarray(column)
 
     def labels(self, name: SplitName) -> NDArray[np.uint8]:
         """Return 1 for each good answer of a split, else 0: uint8 (documents,)."""
         split: Split = getattr(self.manifest, name)
         assert split.labels is not None, f"{self.path} holds no labels"
-        return np.asarray(map_shard(self.path, "uint8", split.labels))
+        return np.asarray(self.map_all(split.labels, "uint8"))
 
     def index(self, name: SplitName) -> NDArray[np.int64]:
         """Return the token end, file number and line of each conversation: int64 (n, 3)."""
         split = self.split(name)
         assert split.index is not None, f"{self.path} holds no conversations"
-        return map_shard(self.path, "int64", split.index).reshape(-1, 3)
+        return self.map_all(split.index, "int64").reshape(-1, 3)
 
     def document_ends(self, name: SplitName) -> NDArray[np.int64]:
         """Return the position after each separator of a split of text, int64 (n,)."""
         split = self.split(name)
         if split.ends is not None:
-            return np.asarray(map_shard(self.path, "int64", split.ends))
+            return np.asarray(self.map_all(split.ends, "int64"))
         return self.tokens(name).find_token(self.manifest.separator) + 1
 
     def tokenizer(self) -> Tokenizer:
@@ -284,6 +352,8 @@ def is_store(path: str | Path) -> bool:
 
     A directory of text may also have a ``store.json``, but not the other files of a store.
     """
+    if is_bucket_url(str(path)):
+        return _has_object(f"{path}/{STORE_FILE}")
     directory = os.path.expanduser(path)
     exists = [
         os.path.isfile(os.path.join(directory, name))
@@ -302,8 +372,12 @@ def open_store(path: str | Path) -> Store:
     """
     directory = expand_path(path)
     manifest = _read_manifest(directory)
-    errors = []
-    for shard in [*manifest.train.files, *manifest.validation.files]:
+    errors: list[str] = []
+    remote = read_json(directory / REMOTE_FILE)
+    files = [*manifest.train.files, *manifest.validation.files]
+    if remote:  # the reader compares each part of a file with its hash
+        files = []
+    for shard in files:
         file = directory / shard.file
         if not file.is_file():
             errors.append(f"{shard.file} is missing")
@@ -318,7 +392,64 @@ def open_store(path: str | Path) -> Store:
         errors += [f"tokenizer.json {error.rule}" for error in invalid.errors]
     if errors:
         raise InvalidConfig([damaged_store_error(directory, rule) for rule in errors])
+    if remote:
+        return Store(directory, manifest, remote["url"], CacheLocation(*remote["location"]))
     return Store(directory, manifest)
+
+
+def _has_object(url: str) -> bool:
+    """Return True if an object can be read; `detect_source` reports why it cannot."""
+    try:
+        read_object(url, 0, 1, patience=20.0)
+    except (FileNotFoundError, InvalidConfig):
+        return False
+    return True
+
+
+def copy_small_files(url: str, parent: Path, location: CacheLocation) -> Path:
+    """Copy the small files of a store in a bucket, and leave its tokens there.
+
+    Args:
+        url: directory of ``store.json``.
+        parent: the copies get a directory in it, named by URL and content.
+        location: cache for blocks of the large files.
+
+    Returns:
+        The directory, which `open_store` accepts.
+
+    Raises:
+        InvalidConfig: a file cannot be read, or the store needs files of another machine.
+        OSError: the copies cannot be written.
+    """
+    url = url.rstrip("/")
+    manifest_data = _read_small_file(f"{url}/{STORE_FILE}")
+    directory = parent / hash_json([url, xxh3_128_hexdigest(manifest_data)])
+    remote = {"url": url, "location": list(location)}
+    with hold_lock(directory / "lock", lambda: None):
+        if read_json(directory / REMOTE_FILE) != remote:
+            write_durably(directory / STORE_FILE, manifest_data)
+            files = [
+                file
+                for split in Store(directory, _read_manifest(directory)).splits
+                for file in split.files
+            ]
+            if external := [file.file for file in files if file.is_external]:
+                rule = f"needs files that are not in the bucket, such as {external[0]}"
+                remedy = "prepare the data from text, or use a store on a disk of all nodes"
+                raise InvalidConfig([ConfigError("data.path", url, rule, remedy)])
+            write_durably(directory / TOKENIZER_FILE, _read_small_file(f"{url}/{TOKENIZER_FILE}"))
+            for name in (RECORD_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
+                with suppress(FileNotFoundError):  # not every store has them
+                    write_durably(directory / name, read_object(f"{url}/{name}"))
+            write_json(directory / REMOTE_FILE, remote)  # last
+    return directory
+
+
+def _read_small_file(url: str) -> bytes:
+    try:
+        return read_object(url)
+    except FileNotFoundError as error:
+        raise fetch_failed(url, GONE) from error
 
 
 def _read_manifest(directory: Path) -> Manifest:

@@ -41,6 +41,7 @@ PHASES = {
     "load": Phase("loading a checkpoint", "restoring"),
     "sync": Phase("synchronizing replica groups", "productive"),
     "data": Phase("waiting for data", "productive"),
+    "bytes": Phase("waiting for bytes of a token store in a bucket", "productive"),
     "forward_backward": Phase("forward and backward", "productive"),
     "update": Phase("updating the parameters", "productive"),
     "device": Phase("waiting for the device", "productive"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from weft.config.errors import capitalize
 from weft.config.formatting import format_value
 from weft.config.schema import PAIR_OBJECTIVES, Job, PrecisionSection, flatten
+from weft.config.storage import is_bucket_url
 from weft.plan.degrees import divisors, format_choices
 from weft.plan.dispatch_rules import has_fixed_buffers
 from weft.plan.lora_plan import adapts_blocks, outer_targets, plan_cost
@@ -98,6 +99,14 @@ _TEXT = EffectRule(
     lambda plan: plan.job.data.is_text,
     "the data are not plain text (data.format is chat or preferences)",
 )
+_BUCKET = EffectRule(
+    lambda plan: any(
+        is_bucket_url(path)
+        for path in (*plan.job.data.sources, plan.job.data.validation_path, plan.job.data.cache_dir)
+    ),
+    "neither the data nor data.cache_dir are in a bucket",
+    "Set data.cache_dir=s3://BUCKET/PATH",
+)
 _CHAT = EffectRule(
     lambda plan: not plan.job.data.is_text,
     "the data are not conversations (data.format=text)",
@@ -150,6 +159,8 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.add_special_tokens": replace(
         _CHAT, reason="text is encoded to tokens of data.add_tokens only (data.format=text)"
     ),
+    "data.node_cache_dir": _BUCKET,
+    "data.node_cache_gib": _BUCKET,
     "data.overlong": _CHAT,
     "data.chat_template": _CHAT,
     "data.chat_template_args": _CHAT,

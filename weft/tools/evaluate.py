@@ -274,7 +274,7 @@ def _count_targets(store: Store, split: SplitName, keeps_documents: bool) -> tup
         return info.tokens - (info.documents if keeps_documents else 1), info.bytes
     weights = store.weights(split)
     if weights is not None:
-        return float(weights.sum(dtype=np.float64)), 0
+        return float(np.asarray(weights).sum(dtype=np.float64)), 0
     count = 0
     for start in range(0, len(loss_mask), COUNT_CHUNK):
         size = min(COUNT_CHUNK, len(loss_mask) - start)

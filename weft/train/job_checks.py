@@ -34,7 +34,7 @@ from weft.config.mounts import check_mount
 from weft.config.reader import read_job
 from weft.config.run_paths import JOB_FILE
 from weft.config.schema import CheckpointSection, DataSection, Job, difference, replace
-from weft.config.storage import check_store_writable, open_directory
+from weft.config.storage import check_store_writable, is_bucket_url, open_directory
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import read_start_tokens
@@ -84,7 +84,7 @@ FIXED_AT_0 = (
 )
 FIXED_BY_ADAPTER = ("rank", "alpha", "rank_stabilized", "targets", "dora")
 # Directories that only one process may write to.
-LOCKED_DIRECTORIES = ("run.dir", "data.cache_dir")
+LOCKED_DIRECTORIES = ("run.dir", "data.cache_dir", "data.node_cache_dir")
 # Trackers whose package weft does not install.
 TRACKERS = ("wandb", "mlflow")
 
@@ -196,6 +196,7 @@ def _absolute_paths(job: Job) -> Job:
             "tokenizer": full(job.data.tokenizer, "train"),
             "chat_template": full(job.data.chat_template, "auto"),
             "cache_dir": full(job.data.cache_dir, "auto"),
+            "node_cache_dir": full(job.data.node_cache_dir, "auto"),
         },
         checkpoint={
             "dir": full(job.checkpoint.dir, "auto"),
@@ -221,8 +222,12 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
             rule = "is also training data, so the validation loss would mean nothing"
             errors.add("data.validation_path", rule, "name other data, or remove it")
     errors += check_chat(data)
-    if data.cache_dir != "auto":
-        errors += check_writable("data.cache_dir", data.cache_dir)
+    for name in ("cache_dir", "node_cache_dir"):
+        value = getattr(data, name)
+        if value != "auto" and "://" not in value:
+            errors += check_writable(f"data.{name}", value)
+    if "://" in data.cache_dir:
+        errors += check_bucket_url("data.cache_dir", data.cache_dir)
     if job.compile.enable:
         compile_cache = str(expand_path(job.compile.cache_dir))
         errors += check_writable("compile.cache_dir", compile_cache)
@@ -230,11 +235,11 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
         errors += check_writable("checkpoint.local_dir", job.checkpoint.local_dir)
     for key, value in (
         ("run.dir", job.run.dir),
-        ("data.cache_dir", data.cache_dir),
+        ("data.node_cache_dir", data.node_cache_dir),
         ("checkpoint.local_dir", job.checkpoint.local_dir),
     ):
         if "://" in value:
-            remedy = "use a local directory; only checkpoint.dir may be s3://bucket/prefix"
+            remedy = "use a local directory; checkpoint.dir and data.cache_dir may be s3://"
             errors.add(key, "is not a directory", remedy)
     errors += check_names(job)
     if job.parallel.ep_dispatch == "deepep" and importlib.util.find_spec("deep_ep") is None:
@@ -403,6 +408,16 @@ def _check_vocabulary(errors: ConfigErrors, plan: Plan, entries: int) -> None:
         if plan.job.model.path and read_imported(plan.run_path):
             remedy = "use another run.dir, to which the model is imported again with more rows"
         errors.add("data.tokenizer", rule, remedy, value=plan.job.data.tokenizer)
+
+
+def check_bucket_url(key: str, url: str) -> list[ConfigError]:
+    """Return the errors of a URL that names a directory in a bucket."""
+    if errors := [*check_url(key, url), *check_store_writable(key, url)]:
+        return errors
+    if is_bucket_url(url) and url.partition("://")[2].strip("/"):
+        return []
+    rule, remedy = "is not the URL of a directory in a bucket", "use s3://BUCKET/PATH, or a disk"
+    return [ConfigError(key, url, rule, remedy)]
 
 
 def check_writable(key: str, value: str) -> list[ConfigError]:

@@ -69,6 +69,8 @@ GROUP_KEYS = (
     "data.validation_path",
     "data.tokenizer",
     "data.cache_dir",
+    "data.node_cache_dir",
+    "data.node_cache_gib",
     "resilience.faults",
     "resilience.time_limit",
 )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rich.console import Console
 from torch import nn
@@ -22,11 +23,13 @@ from weft.checkpoint.run_fingerprints import fingerprint_run, recorded_fingerpri
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.dataset import Dataset
 from weft.data.loader import Loader, Mixture, Prefetcher, build_mixture
+from weft.data.remote_tokens import set_wait_hook
 from weft.data.token_store import SPLITS
 from weft.monitor.anomaly import AnomalyDetector
 from weft.monitor.device_memory import is_out_of_memory, out_of_memory
 from weft.monitor.event_log import EventLog
 from weft.monitor.faults import install_faults
+from weft.monitor.heartbeat import beat
 from weft.monitor.jsonl import read_tail
 from weft.monitor.layer_stats import LayerStats
 from weft.monitor.log_buffer import tolerate
@@ -154,6 +157,7 @@ def open_run(
             numbers_tokens=plan.numbers_tokens,
             measures_documents=job.train.neftune_alpha > 0,
         )
+        set_wait_hook(partial(beat, "bytes"))
         data = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
         stack.enter_context(closing(data))
         layer_stats = open_layer_stats(built)
