@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu_check_results import Row, StageResult, divide
 from benchmarks.gpu_check_stages import EFFECTS
-from weft.cluster.node_facts import Facts, Finding, parse_count, parse_topology
+from weft.cluster.node_facts import Facts, Finding
 from weft.config.files import only_finite
 from weft.plan.devices import GIB
 from weft.train.run_dir import git_commit
@@ -57,16 +57,16 @@ def build_document(
 
 def describe_machine(facts: Facts) -> dict[str, str]:
     """Return hardware and software by name, without what is unknown."""
-    gpus, links = facts.gpu_rows, parse_topology(facts.topology)
-    kinds = Counter(gpu["name"] for gpu in gpus)
-    between = {link for pair, link in links.items() if all(n.startswith("GPU") for n in pair)}
+    gpus = facts.gpus
+    kinds = Counter(gpu.name for gpu in gpus)
+    between = {link for gpu in gpus for link in gpu.links}
     disk, commit = facts.directories[0], git_commit()
     speeds = f"writes {disk.write / 1e6:,.0f} and reads {disk.read / 1e6:,.0f} MB/s"
     rows = {
         "GPUs": ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none",
-        "GPU memory": f"{parse_count(gpus[0]['memory']) / 1024:.0f} GiB each" if gpus else "",
-        "driver": gpus[0]["driver"] if gpus else "",
-        "links between GPUs": ", ".join(sorted(between - {"X"})),
+        "GPU memory": f"{gpus[0].memory / GIB:.0f} GiB each" if gpus else "",
+        "driver": facts.gpu_state.driver,
+        "links between GPUs": ", ".join(sorted(between - {"X", ""})),
         "NCCL": ".".join(map(str, facts.measured.nccl)),
         "torch": f"{facts.torch}, for {'CUDA ' + facts.cuda if facts.cuda else 'CPUs'}",
         "torchao": package_version("torchao"),

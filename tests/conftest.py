@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import fake_nvml
 from weft.config.schema import DataSection
 from weft.data.prepare import prepare_store
 from weft.monitor.signals import STOP_SIGNALS
@@ -94,6 +95,15 @@ def make_once(directory: Path, make: Callable[[Path], object]) -> Path:
             make(part)
             part.rename(directory)
     return directory
+
+
+@pytest.fixture
+def nvml_dir(tmp_path: Path, shared_dir: Path) -> Path:
+    """Return a directory with a fake NVML, see tests/fake_nvml.py."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    library = make_once(shared_dir / "nvml", fake_nvml.build_library)
+    return Path(shutil.copytree(library, tmp_path / "nvml"))
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests import s3
+from tests import fake_nvml, s3
 from tests.cluster.conftest import ONE_RANK, WEFT, run_joined, run_weft
-from tests.cluster.test_node_checks import GPU, GPUS
+from tests.cluster.test_node_checks import STATE
 from tests.cluster.test_rendezvous import free_port
 from weft.cli.main import main
 from weft.cluster import UNHEALTHY, USAGE_ERROR
@@ -31,8 +31,7 @@ from weft.cluster.doctor import (
     job_directories,
 )
 from weft.cluster.node_facts import Facts
-from weft.cluster.probes import probe_directory, probe_endpoint, supports_locks
-from weft.cluster.probes import run_tool as run_tool
+from weft.cluster.probes import probe_directory, probe_endpoint, run_tool, supports_locks
 from weft.config.reader import read_job
 from weft.monitor.run_reader import read_event_log
 
@@ -260,7 +259,7 @@ def test_visible_gpus_follow_cuda_visible_devices(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_visible_gpus(Facts(gpus=GPUS)) == count
+    assert count_visible_gpus(Facts(gpu_state=STATE)) == count
     assert count_visible_gpus(Facts()) == 0
 
 
@@ -355,31 +354,19 @@ def test_preflight_other_nodes_train_without_an_unhealthy_one(
     assert [path.name for path in (tmp_path / "run" / UNHEALTHY_NODES_DIR).iterdir()] == ["n1"]
 
 
-NVIDIA_SMI = """\
-#!/bin/sh
-case "$1" in --query-gpu=*)
-    n=$(cat {folder}/asked 2>/dev/null || echo 0); echo $((n + 1)) > {folder}/asked
-    echo '{gpu}' | sed "s/, 0, 16/, $n, 16/" ;;
-*) exit 1 ;;
-esac
-"""
-
-
 @pytest.mark.slow
 def test_preflight_node_that_became_unhealthy_does_not_restart(
-    arguments: list[str], tmp_path: Path
+    arguments: list[str], tmp_path: Path, nvml_dir: Path
 ) -> None:
-    """A GPU that no rank uses reports memory errors from the second query on."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    gpu = GPU.format(n=0).strip()
-    tool.write_text(NVIDIA_SMI.format(folder=tool.parent, gpu=gpu))
-    tool.chmod(0o755)
+    """A GPU that no rank uses has memory errors from some time after the first check."""
     extra = ["--run.device", "cpu", "--resilience.preflight", "true"]
-    path = f"{tool.parent}:{os.environ['PATH']}"
     command = [*arguments, *extra, "--resilience.faults", FAILS_ONCE]
-    status, out, err = finish(run(command, tmp_path, PATH=path))
+    process = run(command, tmp_path, **fake_nvml.environment(nvml_dir, "count 1\n"))
+    assert process.stdout is not None
+    checked = next(line for line in process.stdout if "checked node" in line)
+    assert "bad" not in checked
+    fake_nvml.environment(nvml_dir, "count 1\necc.0 1\n")
+    status, out, err = finish(process)
     assert status == UNHEALTHY, out + err
-    assert "checked node" in out
     assert "rank 1 failed: SIGKILL" in err
     assert "GPU 0: 1 uncorrected memory errors" in out

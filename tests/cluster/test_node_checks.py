@@ -13,8 +13,6 @@ import pytest
 from weft.cluster.network_probes import find_ofi_plugin, list_adapters
 from weft.cluster.node_checks import CHECKS, run_checks
 from weft.cluster.node_facts import (
-    GPU_FIELDS,
-    TIMED_OUT,
     Adapter,
     DeviceMeasurements,
     Directory,
@@ -22,55 +20,37 @@ from weft.cluster.node_facts import (
     NetworkMeasurements,
     Node,
     ObjectStore,
-    parse_gpus,
-    parse_topology,
 )
 from weft.cluster.probes import find_mount, read_cgroup_limits
 from weft.cluster.variable_checks import VARIABLES, Variable, check_variables, match_interfaces
+from weft.monitor.nvml import TIMED_OUT, Gpu, GpuState
 
 GIB = 2**30
 
-# nvidia-smi --query-gpu=... --format=csv,noheader,nounits of an idle DGX H100.
-GPU = (
-    "{n}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 34, 71.23, 1980, 1980, "
-    "0x0000000000000001, 0, 16, 16, Disabled\n"
+# An idle DGX H100: a GPU and a network adapter share a PCIe switch.
+ROOT = "/sys/devices/pci0000:{n}5/0000:{n}5:01.0"
+GPUS = tuple(
+    Gpu(
+        n,
+        "NVIDIA H100 80GB HBM3",
+        f"{ROOT.format(n=n)}/0000:{n}6:00.0/0000:{n}7:00.0",
+        81559 * 2**20,
+        4 * 2**20,
+        utilization=0,
+        celsius=34,
+        watts=71.23,
+        clock=1980,
+        clock_reasons=1,
+        ecc_errors=0,
+        pcie_width=16,
+        max_pcie_width=16,
+        links=tuple("X" if other == n else "NV18" for other in range(8)),
+    )
+    for n in range(8)
 )
-GPUS = "".join(GPU.format(n=n) for n in range(8))
-LOADED = GPUS.replace("0x0000000000000001", "0x0000000000000000")
+LOADED = tuple(replace(gpu, clock_reasons=0) for gpu in GPUS)
+STATE = GpuState("580.65.06", (13, 0), GPUS)
 
-# nvidia-smi topo -m of the same machine, with half of the adapters.
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV18\tNV18\tNV18\tPIX\tNODE\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
-GPU1\tNV18\t X \tNV18\tNV18\tNODE\tPIX\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
-GPU2\tNV18\tNV18\t X \tNV18\tSYS\tSYS\tPIX\tNODE\t56-111,168-223\t1\t\tN/A
-GPU3\tNV18\tNV18\tNV18\t X \tSYS\tSYS\tNODE\tPIX\t56-111,168-223\t1\t\tN/A
-NIC0\tPIX\tNODE\tSYS\tSYS\t X \tNODE\tSYS\tSYS
-NIC1\tNODE\tPIX\tSYS\tSYS\tNODE\t X \tSYS\tSYS
-NIC2\tSYS\tSYS\tPIX\tNODE\tSYS\tSYS\t X \tNODE
-NIC3\tSYS\tSYS\tNODE\tPIX\tSYS\tSYS\tNODE\t X
-
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
-
-NIC Legend:
-
-  NIC0: mlx5_0
-  NIC1: mlx5_1
-"""
-
-NVLINKS = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-6968dfc2-d444-d92c-c36b-6abe53445cb9)
-\t Link 0: 26.562 GB/s
-\t Link 1: 26.562 GB/s
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1175a3b7-8a7c-4b42-8b11-e09c8d7ad5c0)
-\t Link 0: 26.562 GB/s
-\t Link 1: 26.562 GB/s
-"""
-
-SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
 FI_INFO = "provider: efa\n    fabric: efa\n    domain: rdmap0s6-rdm\n    version: 122.0\n"
 
 MEASURED = DeviceMeasurements(
@@ -81,13 +61,27 @@ MEASURED = DeviceMeasurements(
     same=(True,) * 8,
     busbw=355e9,
     pairs=((0, 1, 380e9), (1, 2, 379e9)),
-    clocks=LOADED,
+    loaded=LOADED,
 )
 INFINIBAND = tuple(
-    Adapter(f"mlx5_{n}", "mlx5_core", "4: ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8)
+    Adapter(
+        f"mlx5_{n}",
+        "mlx5_core",
+        "4: ACTIVE",
+        "400 Gb/sec (4X NDR)",
+        pci_path=f"{ROOT.format(n=n)}/0000:{n}8:00.0",
+    )
+    for n in range(8)
 )
 EFA = tuple(
-    Adapter(f"rdmap{n}s0", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
+    Adapter(
+        f"rdmap{n}s0",
+        "efa",
+        "4: ACTIVE",
+        "100 Gb/sec (4X EDR)",
+        rdma_read=True,
+        pci_path=f"{ROOT.format(n=n // 4)}/0000:{n // 4}8:00.0",
+    )
     for n in range(32)
 )
 RUN = Directory("run.dir", "/shared/run", "lustre", "rw,flock", 10**14, 10**9, 2e9, 3e9)
@@ -111,11 +105,7 @@ HEALTHY = Facts(
     address="10.0.0.1",
     interfaces=("lo", "eth0", "ib0", "docker0"),
     variables={"NCCL_SOCKET_IFNAME": "^docker,lo,veth", "NCCL_DEBUG": "WARN"},
-    gpus=GPUS,
-    smi=SMI,
-    topology=TOPOLOGY,
-    nvlinks=NVLINKS,
-    remapped="00000000:1B:00.0, 0, 0\n00000000:43:00.0, 0, 0\n",
+    gpu_state=STATE,
     device_files=8,
     modules=("nvidia_peermem",),
     adapters=INFINIBAND,
@@ -134,11 +124,16 @@ AWS = replace(
 )
 
 
-def gpus(**changes: str) -> str:
-    """Return the table of GPUs with changed values of one GPU."""
-    lines = GPUS.splitlines()
-    cells = dict(zip(GPU_FIELDS, lines[3].split(", "), strict=True)) | changes
-    return "\n".join([*lines[:3], ", ".join(cells.values()), *lines[4:]])
+def gpus(**changes: Any) -> tuple[Gpu, ...]:
+    """Return the GPUs with changed values of GPU 3."""
+    return (*GPUS[:3], replace(GPUS[3], **changes), *GPUS[4:])
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    return {"gpu_state": replace(STATE, **changes)}
+
+
+NO_GPUS = state(gpus=())
 
 
 def measured(**changes: Any) -> dict[str, Any]:
@@ -175,34 +170,32 @@ SOCKET = "node:7:9 [0] NCCL INFO Using network Socket\n"
 SLOW_PAIR = tuple(
     (a, b, 10e9 if (a, b) == ("a", "d") else 50e9) for a, b in ("ab", "ac", "ad", "bc", "bd", "cd")
 )
-UNLINKED = TOPOLOGY.replace("NV18", "SYS")
-HALF_LINKED = TOPOLOGY.replace("NV18", "NV12", 3)
-
 # Name of a check, the changes to HEALTHY, and the expected level and message.
 CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
-    ("versions", {"gpus": GPUS.replace("580.65.06", "560.35.03")}, "bad", "too old"),
+    ("versions", state(driver="560.35.03"), "bad", "too old"),
     ("versions", {"cuda": ""}, "bad", "without CUDA"),
-    ("versions", {"smi": SMI.replace("13.0", "12.8")}, "note", "supports CUDA 12.8"),
+    ("versions", state(cuda=(12, 8)), "note", "supports CUDA 12.8"),
     ("versions", {"torch": "", "cuda": ""}, "bad", "torch is missing"),
     ("nccl", measured(nccl=(2, 28, 3)), "warning", "resiliency"),
     ("nccl", measured(nccl=(2, 18, 1)), "warning", "corrupt"),
-    ("devices", {"gpus": TIMED_OUT}, "bad", "does not answer"),
-    ("devices", {"gpus": "", "measured": DeviceMeasurements()}, "bad", "8 GPUs have device files"),
-    ("devices", {"gpus": ""}, "note", "8 GPUs, but no nvidia-smi"),
+    ("devices", state(gpus=(), error=TIMED_OUT), "bad", "does not answer"),
+    ("devices", NO_GPUS | {"measured": DeviceMeasurements()}, "bad", "8 GPUs have device files"),
+    ("devices", NO_GPUS, "note", "8 GPUs, but no NVML"),
+    ("devices", state(gpus=gpus(error="GPU is lost")), "bad", "GPU 3: GPU is lost"),
     (
         "devices",
-        {"gpus": "", "device_files": 0, **measured(flops=(), error="no CUDA")},
+        NO_GPUS | {"device_files": 0, **measured(flops=(), error="no CUDA")},
         "bad",
         "no GPU",
     ),
     ("devices", {"device_files": 9}, "note", "of 9 with device files"),
-    ("devices", {"gpus": gpus(name="NVIDIA A10G")}, "warning", "A10G, NVIDIA H100"),
-    ("devices", {"gpus": gpus(used="40112")}, "warning", "GPU 3: 40,112 MiB"),
-    ("devices", {"gpus": gpus(mig="Enabled")}, "note", "GPU 3 is partitioned"),
+    ("devices", state(gpus=gpus(name="NVIDIA A10G")), "warning", "A10G, NVIDIA H100"),
+    ("devices", state(gpus=gpus(used=40112 * 2**20)), "warning", "GPU 3: 40,112 MiB"),
+    ("devices", state(gpus=gpus(is_mig=True)), "note", "GPU 3 is partitioned"),
     ("devices", measured(error="process 3: CUDA error"), "bad", "process 3: CUDA error"),
-    ("health", {"gpus": gpus(ecc="2")}, "bad", "GPU 3: 2 uncorrected"),
-    ("health", {"remapped": "00000000:1B:00.0, 0, 1"}, "bad", "remapping a memory row failed"),
-    ("health", {"remapped": "00000000:1B:00.0, 1, 0"}, "warning", "pending"),
+    ("health", state(gpus=gpus(ecc_errors=2)), "bad", "GPU 3: 2 uncorrected"),
+    ("health", state(gpus=gpus(is_remap_failed=True)), "bad", "remapping a memory row failed"),
+    ("health", state(gpus=gpus(is_remap_pending=True)), "warning", "pending"),
     (
         "health",
         {"kernel_log": "[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."},
@@ -215,24 +208,50 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "warning",
         "Xid 31",
     ),
-    ("clocks", measured(clocks=gpus(reasons="0x48", celsius="91")), "bad", "3 (91 C)"),
-    ("clocks", measured(clocks=gpus(reasons="0x80")), "bad", "power brake"),
-    ("clocks", measured(clocks=gpus(reasons="0x20")), "warning", "thermal"),
-    ("clocks", measured(clocks=gpus(reasons="0x4")), "note", "power cap"),
-    ("clocks", measured(clocks=gpus(width="8")), "warning", "8 of 16 PCIe lanes"),
-    ("clocks", {"gpus": gpus(reasons="0x8"), "measured": DeviceMeasurements()}, "bad", "slowdown"),
+    ("clocks", measured(loaded=gpus(clock_reasons=0x48, celsius=91)), "bad", "3 (91 C)"),
+    ("clocks", measured(loaded=gpus(clock_reasons=0x80)), "bad", "power brake"),
+    ("clocks", measured(loaded=gpus(clock_reasons=0x20)), "warning", "thermal"),
+    ("clocks", measured(loaded=gpus(clock_reasons=0x4)), "note", "power cap"),
+    ("clocks", measured(loaded=gpus(pcie_width=8)), "warning", "8 of 16 PCIe lanes"),
+    (
+        "clocks",
+        state(gpus=gpus(clock_reasons=8)) | {"measured": DeviceMeasurements()},
+        "bad",
+        "slowdown",
+    ),
     ("speed", measured(same=(True,) * 7 + (False,)), "bad", "device 7: repeated"),
     ("speed", measured(flops=(300e12,) * 8), "bad", "38% and 93%"),
     ("speed", measured(bandwidth=(2e12,) * 8), "warning", "93% and 60%"),
     ("speed", measured(flops=(740e12,) * 7 + (655e12,)), "warning", "device 7: matmul"),
-    ("topology", {"topology": UNLINKED}, "bad", "these GPUs have NVLink"),
-    ("topology", {"topology": HALF_LINKED}, "warning", "the links differ"),
-    ("topology", {"topology": TOPOLOGY.replace("PIX", "SYS")}, "note", "same PCIe"),
     (
         "topology",
-        {"nvlinks": NVLINKS.replace("1: 26.562 GB/s", "1: <inactive>")},
+        state(gpus=tuple(replace(gpu, links=("X", "SYS")) for gpu in GPUS)),
+        "bad",
+        "these GPUs have NVLink",
+    ),
+    (
+        "topology",
+        state(gpus=gpus(links=("NV12", "NV18", "NV18", "X"))),
         "warning",
-        "GPU 1: Link 1",
+        "the links differ",
+    ),
+    (
+        "topology",
+        state(gpus=gpus(pci_path="/sys/devices/pci0000:35/0000:35:02.0/x")),
+        "note",
+        "same PCIe",
+    ),
+    (
+        "topology",
+        state(gpus=gpus(inactive_links=(7,))),
+        "warning",
+        "GPU 3: NVLink 7 is inactive",
+    ),
+    (
+        "topology",
+        state(gpus=gpus(link_recoveries=((4, 12),))),
+        "note",
+        "GPU 3: NVLink 4 recovered from errors 12 times",
     ),
     ("all-reduce", measured(right=False), "bad", "sum over ranks is wrong"),
     ("all-reduce", measured(busbw=250e9), "warning", "69% of the link"),
@@ -261,7 +280,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "warning",
         "limited to 64 GiB by the cgroup; the GPUs have 637 GiB",
     ),
-    ("memory", {"available": 100 * GIB, "gpus": ""}, "warning", "100 GiB available"),
+    ("memory", NO_GPUS | {"available": 100 * GIB}, "warning", "100 GiB available"),
     ("shared memory", {"shm": 2**26, "shm_free": 2**26}, "bad", "0.0625 GiB free"),
     ("shared memory", {"shm": 2**31, "shm_free": 2**31}, "warning", "2 GiB free"),
     ("limits", {"memlock": 8 << 20}, "bad", "8,192 KiB"),
@@ -367,9 +386,9 @@ def test_examine_nonfatal_driver_error_is_a_warning() -> None:
     assert "no memory errors, driver faults unknown" in one.observation
 
 
-def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
-    unknown = {name: "[N/A]" for name in GPU_FIELDS if name not in ("index", "name", "driver")}
-    findings = run_checks(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
+def test_examine_values_unknown_to_nvml_are_not_judged() -> None:
+    unknown = replace(STATE, gpus=tuple(Gpu(g.index, g.name, g.pci_path) for g in GPUS))
+    findings = run_checks(replace(HEALTHY, gpu_state=unknown, **measured(loaded=())))
     assert {finding.severity for finding in findings} == {"ok"}
 
 
@@ -475,20 +494,6 @@ def test_interfaces_are_chosen_as_by_nccl(value: str, expected: list[str]) -> No
 # --------------------------------------------------------------------------- parsers
 
 
-def test_gpus_in_other_lines_are_skipped() -> None:
-    assert len(parse_gpus(GPUS)) == 8
-    assert parse_gpus(GPUS)[5] | {"index": "5", "memory": "81559"} == parse_gpus(GPUS)[5]
-    assert parse_gpus("No devices were found\n") == []
-
-
-def test_topology_underlined_head_is_read() -> None:
-    joined = parse_topology(TOPOLOGY)
-    assert joined["GPU0", "GPU3"] == "NV18"
-    assert joined["GPU2", "NIC2"] == "PIX"
-    assert joined["NIC3", "GPU0"] == "SYS"
-    assert len(joined) == 64
-
-
 def test_mount_of_a_path_is_the_innermost() -> None:
     mounts = (
         "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
@@ -519,12 +524,12 @@ def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
     (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
     (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
     (tmp_path / "without_a_port").mkdir()
-    findings = list(list_adapters(tmp_path))
-    assert findings == [
-        Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True),
-        Adapter("without_a_port"),
-    ]
-    (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(findings), modules=("nvidia_peermem",)))
+    first, second = list_adapters(tmp_path)
+    path = str(tmp_path / "rdmap0s6" / "device")
+    state = ("efa", "4: ACTIVE", "100 Gb/sec (4X EDR)")
+    assert first == Adapter("rdmap0s6", *state, rdma_read=True, pci_path=path)
+    assert second == Adapter("without_a_port")
+    (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=(first, second), modules=("nvidia_peermem",)))
     assert (one.severity, "not active: without_a_port" in one.observation) == ("warning", True)
     assert list(list_adapters(tmp_path / "nowhere")) == []
 

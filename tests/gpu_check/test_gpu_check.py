@@ -47,13 +47,14 @@ from benchmarks.gpu_check_results import (
 )
 from benchmarks.gpu_check_stages import EFFECTS, SIZES, STAGES, Stage, count_ranks, resolve_keys
 from tests.cluster.conftest import processes_in
-from tests.cluster.test_node_checks import GPUS, TOPOLOGY
+from tests.cluster.test_node_checks import STATE
 from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.cluster.node_facts import DeviceMeasurements, Directory, Facts, bad, ok
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import read_json
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
+from weft.monitor.nvml import GpuState
 from weft.plan.plan_text import plan_recipe
 from weft.train.job_checks import check_data_is_named
 from weft.train.machine import detect_machine
@@ -330,8 +331,7 @@ FACTS = Facts(
     torch="2.13.0",
     cuda="13.0",
     device="cuda",
-    gpus=GPUS,
-    topology=TOPOLOGY,
+    gpu_state=STATE,
     cores=224,
     usable=224,
     memory=2 << 40,
@@ -400,7 +400,7 @@ def test_page_every_table_has_equally_many_columns() -> None:
 
 
 def test_page_without_any_result() -> None:
-    facts = replace(FACTS, gpus="", topology="", device="cpu", measured=DeviceMeasurements())
+    facts = replace(FACTS, gpu_state=GpuState(), device="cpu", measured=DeviceMeasurements())
     page = format_page(build_document("weft", facts, [], [], 0.0))
     assert page.startswith("# weft on a CPU\n")
 

@@ -1,21 +1,27 @@
-"""Samples of a node: from the kernel's files and nvidia-smi, and never a failure."""
+"""Samples of a node: from the kernel's files and NVML, and never a failure."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests import fake_nvml
 from weft.monitor import system_sampler
+from weft.monitor.nvml import Gpu
 from weft.monitor.run_reader import SYSTEM_FILE
 from weft.monitor.system_sampler import (
     SystemSampler,
     compute_rates,
     is_disk,
-    parse_gpus,
     read_counters,
     read_memory,
+    summarize_gpus,
 )
 
 DISKS = """\
@@ -65,16 +71,17 @@ def test_rates_are_per_second_and_percent() -> None:
 
 
 def test_gpus_are_summed_over_the_node() -> None:
-    output = "90, 71680, 400.5, 60\n80, 73728, 390, 70\n"
-    assert parse_gpus(output) == {
+    first = Gpu(0, "A", "", 80 << 30, 70 << 30, utilization=90, watts=400.5, celsius=60)
+    second = replace(first, index=1, used=72 << 30, utilization=80, watts=390.0, celsius=70)
+    assert summarize_gpus([first, second]) == {
         "gpu_percent": 85.0,
         "gpu_percent_min": 80.0,
         "gpu_memory_gib": 72.0,
         "gpu_power_w": 790.5,
         "gpu_temperature": 70.0,
     }
-    assert parse_gpus("[N/A], 1024, [N/A], [N/A]\n") == {"gpu_memory_gib": 1.0}
-    assert parse_gpus("No devices were found\n") == {}
+    assert summarize_gpus([Gpu(0, "A", "", 80 << 30, 1 << 30)]) == {"gpu_memory_gib": 1.0}
+    assert summarize_gpus([Gpu(0, error="GPU is lost")]) == summarize_gpus([]) == {}
 
 
 def test_sampler_writes_when_due_and_survives(
@@ -104,16 +111,34 @@ def test_sampler_writes_when_due_and_survives(
     assert len((run_dir / SYSTEM_FILE).read_text().splitlines()) == 2
 
 
-def test_sampler_broken_nvidia_smi_is_not_called_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Two samples of a sampler that is always due.
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests import fake_nvml
+from weft.monitor import system_sampler
+from weft.monitor.nvml import Gpu
+system_sampler.MIN_SECONDS = 0.0
+sampler = system_sampler.SystemSampler(Path(sys.argv[1]))
+assert sampler.sample_if_due()
+print(sampler._has_gpus)
+assert sampler.sample_if_due()
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("values", ["utilization.2 80\nlost.5 15\n", "init 18\n"])
+def test_sampler_has_gpus_until_the_driver_fails(
+    values: str, tmp_path: Path, nvml_dir: Path
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\nexit 9\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    sampler = SystemSampler(tmp_path)
-    monkeypatch.setattr(system_sampler, "MIN_SECONDS", 0.0)
-    assert sampler.sample_if_due()
-    assert sampler.sample_if_due()
-    assert (tmp_path / "calls").read_text().split() == ["called"]
-    assert len((tmp_path / SYSTEM_FILE).read_text().splitlines()) == 2
+    variables = os.environ | fake_nvml.environment(nvml_dir, values)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    output = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    samples = [json.loads(line) for line in (tmp_path / SYSTEM_FILE).read_text().splitlines()]
+    assert len(samples) == 2
+    if values.startswith("init"):
+        assert output.stdout == "False\n"  # queried no more
+        assert not any("gpu" in name for sample in samples for name in sample)
+    else:
+        assert samples[1]["gpu_percent"] == pytest.approx(80 / 7, abs=0.01)
+        assert samples[1]["gpu_power_w"] == pytest.approx(7 * 71.23, abs=0.1)

@@ -16,14 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cluster.node_facts import DeviceMeasurements
-from weft.cluster.probes import query_gpus
 from weft.cluster.rank_exit import exit_process
+from weft.monitor.nvml import GpuState, parse_state, query_gpus
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def measure_devices(
         busbw=first["busbw"],
         right=all(result["right"] for result in results),
         pairs=tuple((a, b, rate) for a, b, rate in first["pairs"]),
-        clocks=first["clocks"],
+        loaded=parse_state(first["loaded"]).gpus,
         cpu_share=tuple(r["cpu_share"] for r in results if r["cpu_share"] is not None),
     )
 
@@ -231,19 +232,19 @@ def benchmark_peer_copies(full: bool) -> Iterator[tuple[int, int, float]]:
                 yield a, b, COPY_BYTES / median_seconds(send, memory[a].device, 0.0)
 
 
-def query_clocks_under_load(device: torch.device, should_query: bool) -> str:
-    """Load this device; return nvidia-smi's output under load if ``should_query``."""
+def query_under_load(device: torch.device, should_query: bool) -> GpuState:
+    """Load this device; return the state of all GPUs under load if ``should_query``."""
     import torch
 
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    deadline, output = time.monotonic() + LOAD_SECONDS, ""
+    deadline, state = time.monotonic() + LOAD_SECONDS, GpuState()
     while time.monotonic() < deadline:
         for _ in range(50):
             a @ a
-        if should_query and not output and time.monotonic() > deadline - LOAD_SECONDS / 2:
-            output = query_gpus()
+        if should_query and not state.gpus and time.monotonic() > deadline - LOAD_SECONDS / 2:
+            state = query_gpus()
         torch.cuda.synchronize(device)
-    return output
+    return state
 
 
 def benchmark_rank(rank: int, size: int, kind: str, store: str, full: bool, timeout: float) -> Any:
@@ -286,7 +287,7 @@ def benchmark_rank(rank: int, size: int, kind: str, store: str, full: bool, time
         "cpu_share": cpu_share,
         "bandwidth": memory_bandwidth(device, min_seconds),
         "same": is_deterministic(device),
-        "clocks": query_clocks_under_load(device, rank == 0) if is_gpu else "",
+        "loaded": asdict(query_under_load(device, rank == 0) if is_gpu else GpuState()),
     }
     barrier()
     results["pairs"] = list(benchmark_peer_copies(full)) if is_gpu and rank == 0 else []

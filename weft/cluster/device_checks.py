@@ -8,20 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from weft.cluster.node_facts import (
-    TIMED_OUT,
     DeviceMeasurements,
     Facts,
     Finding,
     bad,
     note,
     ok,
-    parse_count,
-    parse_gpus,
-    parse_topology,
     parse_version,
     warning,
 )
-from weft.plan.devices import CPU_DEVICE, Device, get_device, match_device
+from weft.monitor.nvml import TIMED_OUT
+from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device
 
 # Fractions of the specified speed below which a device gets a warning, and is bad.
 WARNING_FRACTION, BAD_FRACTION = 0.8, 0.5
@@ -35,8 +32,8 @@ def find_device_spec(facts: Facts) -> Device | None:
     """Return the specification of the node's devices; None: unknown."""
     if facts.device == "cpu":
         return get_device(CPU_DEVICE)
-    gpus = facts.gpu_rows
-    return match_device(gpus[0]["name"], parse_count(gpus[0]["memory"]) * 2**20) if gpus else None
+    gpu = next((gpu for gpu in facts.gpus if gpu.memory), None)
+    return match_device(gpu.name, gpu.memory) if gpu else None
 
 
 def grade(fraction: float, observation: str, remedy: str) -> Finding:
@@ -59,7 +56,7 @@ FAULTY_NCCL_RELEASES = (
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Check that torch, its CUDA and the driver are compatible."""
-    gpus, torch = facts.gpu_rows, facts.torch or "is missing"
+    gpus, torch = facts.gpus, facts.torch or "is missing"
     observation = f"torch {torch}, Python {facts.python}, kernel {facts.kernel}"
     if not facts.torch or (facts.device == "cuda" and gpus and not facts.cuda):
         observation += ", built without CUDA" if facts.torch else ""
@@ -68,15 +65,16 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
     if not facts.cuda or not gpus:
         yield ok(observation)
         return
-    driver, supported = gpus[0]["driver"], re.search(r"CUDA Version: (\d+\.\d+)", facts.smi)
+    driver, supported = facts.gpu_state.driver, facts.gpu_state.cuda
     observation += f", CUDA {facts.cuda}, driver {driver}"
     minimum = MIN_DRIVERS.get(parse_version(facts.cuda)[0], (0, 0))
     if parse_version(driver) < minimum:
         remedy = f"install driver {minimum[0]} or newer, or a torch for an older CUDA"
         yield bad(f"{observation}: the driver is too old for this CUDA", remedy)
-    elif supported and parse_version(supported[1]) < parse_version(facts.cuda):
+    elif supported and supported < parse_version(facts.cuda):
         remedy = "install a newer driver if CUDA reports a missing kernel"
-        yield note(f"{observation}, which supports CUDA {supported[1]}", remedy)
+        newest = ".".join(map(str, supported))
+        yield note(f"{observation}, which supports CUDA {newest}", remedy)
     else:
         yield ok(observation)
 
@@ -117,18 +115,18 @@ XIDS = {
 
 def check_devices(facts: Facts) -> Iterator[Finding]:
     """Check that all devices are visible, work, and are free."""
-    gpus, results = facts.gpu_rows, facts.measured
-    if TIMED_OUT in (facts.gpus, facts.smi):
-        yield bad("nvidia-smi does not answer", "reboot the node")
+    gpus, results, error = facts.gpus, facts.measured, facts.gpu_state.error
+    if error == TIMED_OUT:
+        yield bad("the driver does not answer", "reboot the node")
         return
     if results.flops and results.device == "cuda" and not gpus:
-        observation = f"{len(results.flops)} GPUs, but no nvidia-smi: faults and clocks are unknown"
+        observation = f"{len(results.flops)} GPUs, but no NVML: faults and clocks are unknown"
         yield note(observation, "in a container, add 'utility' to NVIDIA_DRIVER_CAPABILITIES")
         return
     if facts.device_files and not gpus:
-        observation = f"{facts.device_files} GPUs have device files, but nvidia-smi shows none"
-        remedy = "load the driver, or install matching versions of driver and nvidia-smi"
-        yield bad(observation, remedy)
+        observation = f"{facts.device_files} GPUs have device files, but the driver shows none"
+        remedy = "load the driver, or install a kernel module and libraries of the same version"
+        yield bad(observation + f": {error}" * bool(error), remedy)
         return
     if results.error:
         subject = "benchmark of the GPUs" if facts.device == "cuda" else "benchmark"
@@ -139,8 +137,12 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
         remedy = "start the container with --gpus, or use run.device=cpu"
         yield ok(observation) if facts.device == "cpu" else bad(observation, remedy)
         return
-    kinds, gib = sorted({gpu["name"] for gpu in gpus}), parse_count(gpus[0]["memory"]) / 1024
-    observation = f"{len(gpus)} x {', '.join(kinds)}, {gib:.0f} GiB each"
+    for gpu in gpus:
+        if gpu.error:
+            remedy = "reset the GPU or reboot the node; if the error recurs, replace the GPU"
+            yield bad(f"GPU {gpu.index}: {gpu.error}", remedy)
+    kinds, memory = sorted({gpu.name for gpu in gpus} - {""}), max(gpu.memory for gpu in gpus)
+    observation = f"{len(gpus)} x {', '.join(kinds)}, {memory / GIB:.0f} GiB each"
     if len(kinds) > 1:
         yield warning(observation, "use equal GPUs: the fastest wait for the slowest")
     elif facts.device_files > len(gpus):
@@ -149,29 +151,27 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
     else:
         yield ok(observation)
     for gpu in gpus:
-        name, used = f"GPU {gpu['index']}", parse_count(gpu["used"])
-        if used > 0.05 * parse_count(gpu["memory"]) > 0:
-            observation = f"{name}: {used:,} MiB are already in use"
+        if gpu.used > 0.05 * gpu.memory > 0:
+            observation = f"GPU {gpu.index}: {gpu.used / 2**20:,.0f} MiB are already in use"
             yield warning(observation, "end the processes that nvidia-smi shows")
-        if gpu["mig"] == "Enabled":
-            yield note(f"{name} is partitioned (MIG)", "nvidia-smi -mig 0, to use the full device")
+        if gpu.is_mig:
+            observation = f"GPU {gpu.index} is partitioned (MIG)"
+            yield note(observation, "nvidia-smi -mig 0, to use the full device")
 
 
 def check_health(facts: Facts) -> Iterator[Finding]:
     """Check for faults that GPUs and their driver have recorded."""
-    none = ("0", "No", "", "[N/A]")
     findings: list[Finding] = []
-    for gpu in facts.gpu_rows:
-        if parse_count(gpu["ecc"]):
-            errors = f"{gpu['ecc']} uncorrected memory errors since the last boot"
+    for gpu in facts.gpus:
+        if gpu.ecc_errors:
+            errors = f"{gpu.ecc_errors} uncorrected memory errors since the last boot"
             remedy = "reset the GPU; if errors recur, replace it"
-            findings.append(bad(f"GPU {gpu['index']}: {errors}", remedy))
-    for line in facts.remapped.splitlines():
-        bus, pending, failed = (cell.strip() for cell in f"{line},,".split(",")[:3])
-        if failed not in none:
-            findings.append(bad(f"{bus}: remapping a memory row failed", "replace the GPU"))
-        elif pending not in none:
-            observation = f"{bus}: a memory row is pending remapping"
+            findings.append(bad(f"GPU {gpu.index}: {errors}", remedy))
+        if gpu.is_remap_failed:
+            observation = f"GPU {gpu.index}: remapping a memory row failed"
+            findings.append(bad(observation, "replace the GPU"))
+        elif gpu.is_remap_pending:
+            observation = f"GPU {gpu.index}: a memory row is pending remapping"
             findings.append(warning(observation, "reset the GPU to remap the row"))
     for bus, code in sorted(set(re.findall(r"Xid \(([^)]*)\): (\d+)", facts.kernel_log or ""))):
         fault = XIDS.get(int(code))
@@ -187,22 +187,21 @@ def check_health(facts: Facts) -> Iterator[Finding]:
 
 def check_clocks(facts: Facts) -> Iterator[Finding]:
     """Check the clocks, under load if possible: an idle GPU always has a low clock."""
-    gpus = parse_gpus(facts.measured.clocks) or facts.gpu_rows
+    gpus = facts.measured.loaded or facts.gpus
     throttled: dict[int, list[str]] = {}
     for gpu in gpus:
-        if re.fullmatch(r"0x[0-9a-fA-F]+", gpu["reasons"]):
-            for bit in CLOCK_REASONS:
-                if int(gpu["reasons"], 16) & bit:
-                    throttled.setdefault(bit, []).append(f"{gpu['index']} ({gpu['celsius']} C)")
+        for bit in CLOCK_REASONS:
+            if (gpu.clock_reasons or 0) & bit:
+                throttled.setdefault(bit, []).append(f"{gpu.index} ({gpu.celsius} C)")
     for bit, names in throttled.items():
         reason = CLOCK_REASONS[bit]
         yield replace(reason, observation=f"GPU {', '.join(names)}: {reason.observation}")
     for gpu in gpus:
-        if 0 < parse_count(gpu["width"]) < parse_count(gpu["most_width"]):
-            observation = f"GPU {gpu['index']}: {gpu['width']} of {gpu['most_width']} PCIe lanes"
+        if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0):
+            observation = f"GPU {gpu.index}: {gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes"
             yield warning(observation, "reseat the GPU or its riser")
     if gpus and not throttled:
-        clocks = [int(gpu["sm"]) for gpu in gpus if gpu["sm"].isdigit()]
+        clocks = [gpu.clock for gpu in gpus if gpu.clock is not None]
         span = f"{min(clocks)} to {max(clocks)} MHz, " if clocks else ""
         yield ok(f"{span}not throttled")
 
@@ -261,9 +260,8 @@ def format_range(values: Sequence[float], unit: float) -> str:
 
 def check_topology(facts: Facts) -> Iterator[Finding]:
     """Check the links between GPUs, and between GPUs and network adapters."""
-    links, device = parse_topology(facts.topology), find_device_spec(facts)
-    gpus = sorted({name for pair in links for name in pair if name.startswith("GPU")})
-    kinds = sorted({link for pair, link in links.items() if set(pair) <= set(gpus)} - {"X"})
+    device = find_device_spec(facts)
+    kinds = sorted({link for gpu in facts.gpus for link in gpu.links} - {"X", ""})
     has_nvlink = device is not None and device.link.peer_access
     if not kinds:
         return
@@ -275,20 +273,25 @@ def check_topology(facts: Facts) -> Iterator[Finding]:
         yield warning(f"{observation}: the links differ", "inspect nvidia-smi nvlink -s")
     else:
         yield ok(observation)
-    gpu = ""
-    for line in facts.nvlinks.splitlines() if has_nvlink else ():
-        gpu = match[1] if (match := re.match(r"(GPU \d+)", line)) else gpu
-        if "inactive" in line.lower():
+    for gpu in facts.gpus if has_nvlink else ():
+        for link in gpu.inactive_links:
             remedy = "reset the GPU; if the link stays inactive, replace the GPU"
-            yield warning(f"{gpu}: {line.strip()}", remedy)
-    to_adapters = {
-        gpu: {link for (a, b), link in links.items() if a == gpu and b not in gpus} for gpu in gpus
-    }
-    distant = [gpu for gpu, kinds in to_adapters.items() if kinds and not kinds & {"PIX", "PXB"}]
-    if distant:
-        observation = f"{', '.join(distant)}: no network adapter on the same PCIe switch"
+            yield warning(f"GPU {gpu.index}: NVLink {link} is inactive", remedy)
+        for link, count in gpu.link_recoveries:
+            observation = f"GPU {gpu.index}: NVLink {link} recovered from errors {count} times"
+            yield note(observation, "if the number grows during a run, replace the GPU")
+    near = {root_port(adapter.pci_path) for adapter in facts.adapters}
+    far = [gpu.index for gpu in facts.gpus if near and root_port(gpu.pci_path) not in near]
+    if far:
+        names = ", ".join(f"GPU {index}" for index in far)
+        observation = f"{names}: no network adapter on the same PCIe switch"
         remedy = "in a virtual machine, which may hide it, set the provider's NCCL_TOPO_FILE"
         yield note(observation, remedy)
+
+
+def root_port(pci_path: str) -> str:
+    """Return the path in /sys of the root port above a device's PCIe switches."""
+    return "/".join(pci_path.split("/")[:5])
 
 
 def check_all_reduce(facts: Facts) -> Iterator[Finding]:

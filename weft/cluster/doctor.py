@@ -149,7 +149,7 @@ def count_visible_gpus(facts: Facts) -> int:
     As in CUDA, the first entry of CUDA_VISIBLE_DEVICES that is not a device (-1, or Slurm's
     'NoDevFiles') ends the list.
     """
-    total = len(facts.gpu_rows) or facts.device_files
+    total = len(facts.gpus) or facts.device_files
     words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(total)))).split(",")
     visible = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
     return min(total, len(visible))

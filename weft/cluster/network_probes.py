@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -39,7 +40,8 @@ def list_adapters(root: Path) -> Iterator[Adapter]:
         read = (port / "hw_counters" / "rdma_read_bytes").exists()
         p2p = device / "device" / "p2p"
         provider = read_text(p2p).strip() if p2p.exists() else None
-        yield Adapter(device.name, driver, state, rate, read, provider)
+        path = os.path.realpath(device / "device") if driver else ""
+        yield Adapter(device.name, driver, state, rate, read, provider, path)
 
 
 def find_instance_type(environment: Mapping[str, str], dmi: Path = DMI_DIR) -> str:

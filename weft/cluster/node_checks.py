@@ -22,7 +22,6 @@ from weft.cluster.node_facts import (
     bad,
     note,
     ok,
-    parse_count,
     warning,
 )
 from weft.cluster.variable_checks import check_variables
@@ -58,7 +57,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     observation = f"{format_gib(facts.memory)}, {format_gib(facts.available)} available"
     if facts.limit:
         observation += f", limited to {format_gib(facts.limit)} by the cgroup"
-    gpus = sum(parse_count(gpu["memory"]) * 2**20 for gpu in facts.gpu_rows)
+    gpus = sum(gpu.memory for gpu in facts.gpus)
     room = min(facts.limit or facts.memory, facts.available)
     if room < gpus / 2:
         # An asynchronous checkpoint holds a copy of parameters and optimizer state there.
@@ -109,7 +108,7 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
     observation = f"{room:g} of {facts.cores} usable"
     if room < facts.usable:
         observation += " (limited by the cgroup)"
-    gpus = len(facts.gpu_rows)
+    gpus = len(facts.gpus)
     if room < 4 * gpus:
         remedy = "request at least 4 cores per GPU (Slurm: --cpus-per-task or --exclusive)"
         observation += f", for {gpus} GPUs"

@@ -1,6 +1,6 @@
 """Facts and findings about a node, and parsers for tool output.
 
-Facts hold the unparsed output of tools, so that tests can replay the output of other machines.
+Facts hold the unparsed output of tools other than NVML, so that tests can replay it.
 `weft.cluster.probes` collects facts, `weft.cluster.node_checks` turns them into findings.  The
 field names are those of ``weft doctor --json``.
 """
@@ -11,30 +11,13 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
+from weft.monitor.nvml import Gpu, GpuState
 from weft.version import __version__
 
 # Timeout for other nodes and for the device benchmark, which takes long on a busy machine.
 WAIT_SECONDS = 180.0
-TIMED_OUT = "no answer"  # instead of the output of a tool that timed out
-# Fields to query of every GPU; "reasons" has another name in drivers before 535.
-GPU_FIELDS = {
-    "index": "index",
-    "name": "name",
-    "driver": "driver_version",
-    "memory": "memory.total",
-    "used": "memory.used",
-    "celsius": "temperature.gpu",
-    "watts": "power.draw",
-    "sm": "clocks.sm",
-    "most_sm": "clocks.max.sm",
-    "reasons": "clocks_event_reasons.active",
-    "ecc": "ecc.errors.uncorrected.volatile.total",
-    "width": "pcie.link.width.current",
-    "most_width": "pcie.link.width.max",
-    "mig": "mig.mode.current",
-}
 
 
 @dataclass(frozen=True)
@@ -43,6 +26,7 @@ class Adapter:
 
     ``rdma_read``: an EFA device that supports RDMA read.  ``p2p``: the provider of GPU memory that
     Amazon's EFA driver names; empty: none, None: the driver does not say (it may use DMA-BUF).
+    ``pci_path``: its directory in /sys, which shows the PCIe switches above it.
     """
 
     name: str
@@ -51,6 +35,7 @@ class Adapter:
     rate: str = ""
     rdma_read: bool = False
     p2p: str | None = None
+    pci_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,8 +96,8 @@ class DeviceMeasurements:
 
     ``bandwidth``: of memory, in bytes/s.  ``same``: repeated products are bitwise equal.
     ``busbw``: all-reduce bus bandwidth per device in bytes/s, as nccl-tests defines it; 0 with one
-    device.  ``pairs``: source, destination, and bytes/s of a copy.  ``clocks``: output of
-    `weft.cluster.probes.query_gpus` under load.  ``cpu_share``: fraction of the CPU time that the
+    device.  ``pairs``: source, destination, and bytes/s of a copy.  ``loaded``: all
+    GPUs of the node under load.  ``cpu_share``: fraction of the CPU time that the
     threads of each process could use; other processes or a cgroup limit took the rest.
     ``error``: why there are no results.
     """
@@ -125,7 +110,7 @@ class DeviceMeasurements:
     busbw: float = 0.0
     right: bool = True  # the sum over ranks
     pairs: tuple[tuple[int, int, float], ...] = ()
-    clocks: str = ""
+    loaded: tuple[Gpu, ...] = ()
     cpu_share: tuple[float, ...] = ()
     error: str = ""
 
@@ -145,6 +130,9 @@ class NetworkMeasurements:
     busbw: float = 0.0
     errors: tuple[str, ...] = ()
     nccl_logs: tuple[str, ...] = field(default=(), repr=False)
+
+
+NO_GPUS = GpuState()
 
 
 @dataclass(frozen=True)
@@ -174,11 +162,7 @@ class Facts:
     address: str = ""  # to which this host's name resolves
     interfaces: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    gpus: str = ""
-    smi: str = ""  # nvidia-smi, whose head has the newest CUDA of the driver
-    topology: str = ""
-    nvlinks: str = ""
-    remapped: str = ""
+    gpu_state: GpuState = NO_GPUS
     kernel_log: str | None = ""  # lines with driver faults; None: not readable
     device_files: int = 0  # of NVIDIA's driver, one per GPU
     modules: tuple[str, ...] = ()
@@ -209,10 +193,10 @@ class Facts:
         """True if the node has EFA adapters."""
         return any(adapter.driver == "efa" for adapter in self.adapters)
 
-    @cached_property
-    def gpu_rows(self) -> list[dict[str, str]]:
-        """The fields of `GPU_FIELDS` of every GPU."""
-        return parse_gpus(self.gpus)
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs of the node, also those that this process may not use."""
+        return self.gpu_state.gpus
 
 
 # --------------------------------------------------------------------------- findings
@@ -245,26 +229,11 @@ Check = Callable[[Facts], Iterator[Finding]]
 # --------------------------------------------------------------------------- tool output
 
 
-def parse_gpus(text: str) -> list[dict[str, str]]:
-    """Parse the output of `weft.cluster.probes.query_gpus` into one dict per GPU."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(GPU_FIELDS)]
-
-
 def parse_count(text: str) -> int:
-    """Parse an integer of nvidia-smi; 0 if it has none ('[N/A]')."""
+    """Parse an integer; 0 for other text."""
     return int(text) if text.isdigit() else 0
 
 
 def parse_version(text: str) -> tuple[int, ...]:
     """Return the first three numbers of a version: (535, 161, 8) for '535.161.08'."""
     return tuple(int(n) for n in re.findall(r"\d+", text)[:3])
-
-
-def parse_topology(text: str) -> dict[tuple[str, str], str]:
-    """Parse ``nvidia-smi topo -m``: the link of each pair of devices (NV18, PIX, SYS)."""
-    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
-    head = next((words for words in lines if words[:1] == ["GPU0"]), [])
-    devices = [word for word in head if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
-    rows = [words for words in lines if words and words[0] in devices and words != head]
-    return {(row[0], d): link for row in rows for d, link in zip(devices, row[1:], strict=False)}

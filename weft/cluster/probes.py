@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -29,8 +28,6 @@ from typing import Any
 from weft.cluster.lustre import parse_layout
 from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa, read_text
 from weft.cluster.node_facts import (
-    GPU_FIELDS,
-    TIMED_OUT,
     Directory,
     Facts,
     Node,
@@ -47,13 +44,13 @@ from weft.config.storage import (
     read_range,
     remove,
 )
+from weft.monitor.nvml import query_gpus
+from weft.monitor.process import run_with_limit
 from weft.version import __version__
 
 RENAMES, RENAME_SECONDS = 50, 1.0
 CLOCK_SAMPLES = 5
-TOOL_TIMEOUT_SECONDS = 30.0  # with a broken driver, nvidia-smi never returns
-OLD_REASONS_FIELD = "clocks_throttle_reasons.active"
-REMAPPED_ROWS_FIELDS = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+TOOL_TIMEOUT_SECONDS = 30.0
 # The report has only these variables, because others may hold secrets.
 VARIABLE_PREFIXES = ("NCCL_", "FI_", "RDMAV_", "OFI_NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
 VARIABLE_NAMES = (
@@ -95,13 +92,7 @@ def collect_facts() -> Facts:
             for k, v in os.environ.items()
             if k.startswith(VARIABLE_PREFIXES) or k in VARIABLE_NAMES
         },
-        gpus=query_gpus(),
-        smi=run_tool("nvidia-smi"),
-        topology=run_tool("nvidia-smi", "topo", "-m"),
-        nvlinks=run_tool("nvidia-smi", "nvlink", "-s"),
-        remapped=run_tool(
-            "nvidia-smi", f"--query-remapped-rows={REMAPPED_ROWS_FIELDS}", "--format=csv,noheader"
-        ),
+        gpu_state=query_gpus(with_links=True),
         kernel_log=read_driver_faults(),
         device_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         modules=tuple(
@@ -130,31 +121,9 @@ def read_driver_faults() -> str | None:
 
 
 def run_tool(*command: str) -> str:
-    """Return the output of a tool; empty if it is missing or fails."""
-    try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TOOL_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except OSError:
-        return ""
-    except subprocess.TimeoutExpired:
-        return TIMED_OUT
-    return result.stdout if result.returncode == 0 else ""
-
-
-def query_gpus() -> str:
-    """Query `GPU_FIELDS` of every GPU; return comma-separated lines."""
-    for reasons in (GPU_FIELDS["reasons"], OLD_REASONS_FIELD):
-        names = ",".join((GPU_FIELDS | {"reasons": reasons}).values())
-        arguments = (f"--query-gpu={names}", "--format=csv,noheader,nounits")
-        if output := run_tool("nvidia-smi", *arguments):
-            return output
-    return ""
+    """Return the output of a tool; empty if it is missing, fails or hangs."""
+    status, output = run_with_limit(command, TOOL_TIMEOUT_SECONDS)
+    return output if status == 0 else ""
 
 
 def read_cgroup_limits(own: Path, root: Path) -> tuple[int, float]:

@@ -8,10 +8,40 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 
 # -P: a user's file with the name of a module must not shadow that module.
 PYTHON = [sys.executable, "-P", "-m"]
+KILL_SECONDS = 1.0  # for a killed process to end; one that a driver blocks never does
+
+
+def run_with_limit(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Run a program; return its exit status and output.
+
+    The status is None if the program did not end in ``seconds``, and 127 if there is none.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+    except OSError:
+        return 127, ""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+        return None, ""
 
 
 def single_host_env(device: str) -> dict[str, str]:

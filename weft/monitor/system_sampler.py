@@ -1,7 +1,7 @@
 """Use of a node during a run: processor, memory, disk, network and GPUs.
 
 The launcher samples it beside the ranks, so that training never waits for a sample.  The numbers
-come from ``/proc`` and ``nvidia-smi`` and describe the whole node, with all its processes.
+come from ``/proc`` and NVML and describe the whole node, with all its processes.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from weft.config.files import append_bytes
+from weft.monitor.nvml import Gpu, has_nvml, query_gpus
 from weft.monitor.run_reader import SYSTEM_FILE
 
 MIN_SECONDS, MAX_SECONDS = 2.0, 60.0  # between samples
 NUM_DENSE_SAMPLES = 1000  # until the time between samples grows with the run
-TOOL_SECONDS = 10.0  # with a broken driver, nvidia-smi never returns
+QUERY_SECONDS = 10.0  # a broken driver never answers
 SECTOR_BYTES = 512  # of /proc/diskstats, independent of the disk
-GPU_FIELDS = "utilization.gpu,memory.used,power.draw,temperature.gpu"
 
 
 class SystemSampler:
@@ -40,7 +39,7 @@ class SystemSampler:
         self._run_dir, self._proc = run_dir, proc
         self._start = self._last = time.monotonic()
         self._counters = read_counters(proc)
-        self._has_gpus = shutil.which("nvidia-smi") is not None
+        self._has_gpus = has_nvml()
 
     def sample_if_due(self) -> bool:
         """Append a sample if enough time has passed; return True if it did.
@@ -58,22 +57,13 @@ class SystemSampler:
             sample |= read_memory(self._proc)
             sample["disk_free_gib"] = round(shutil.disk_usage(self._run_dir).free / 2**30, 3)
             if self._has_gpus:
-                sample |= self._query_gpus()
+                gpus = query_gpus(seconds=QUERY_SECONDS).gpus
+                self._has_gpus = bool(gpus)  # after a failure, query no more
+                sample |= summarize_gpus(gpus)
             self._counters = counters
             append_bytes(self._run_dir / SYSTEM_FILE, f"{json.dumps(sample)}\n".encode())
         self._last = now
         return True
-
-    def _query_gpus(self) -> dict[str, float]:
-        command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
-        try:
-            output = subprocess.run(
-                command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=True
-            ).stdout
-        except (OSError, subprocess.SubprocessError):
-            self._has_gpus = False  # ask no more
-            return {}
-        return parse_gpus(output)
 
 
 def read_counters(proc: Path) -> dict[str, float]:
@@ -128,25 +118,23 @@ def read_memory(proc: Path) -> dict[str, float]:
     return {"memory_gib": round(used, 3), "memory_total_gib": round(sizes["MemTotal"], 3)}
 
 
-def parse_gpus(output: str) -> dict[str, float]:
-    """Return what ``nvidia-smi`` reports for `GPU_FIELDS`, over the GPUs of the node.
+def summarize_gpus(gpus: Sequence[Gpu]) -> dict[str, float]:
+    """Return the metrics of the GPUs of the node.
 
     These are the mean and minimum utilization, the fullest GPU's memory in GiB, the power of all
-    GPUs in watts, and the temperature of the hottest one.  A field that no GPU reports is missing.
+    GPUs in watts, and the temperature of the hottest one.  A value that no GPU reports is missing.
     """
-    columns: list[list[float]] = [[], [], [], []]
-    for line in output.splitlines():
-        for column, word in zip(columns, line.split(","), strict=False):
-            with suppress(ValueError):  # '[N/A]'
-                column.append(float(word))
-    busy, memory, power, temperature = columns
+    busy = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
+    memory = [gpu.used for gpu in gpus if gpu.memory]
+    power = [gpu.watts for gpu in gpus if gpu.watts is not None]
+    celsius = [gpu.celsius for gpu in gpus if gpu.celsius is not None]
     values: dict[str, float] = {}
     if busy:
         values |= {"gpu_percent": round(sum(busy) / len(busy), 2), "gpu_percent_min": min(busy)}
     if memory:
-        values["gpu_memory_gib"] = round(max(memory) / 1024, 3)
+        values["gpu_memory_gib"] = round(max(memory) / 2**30, 3)
     if power:
         values["gpu_power_w"] = round(sum(power), 1)
-    if temperature:
-        values["gpu_temperature"] = max(temperature)
+    if celsius:
+        values["gpu_temperature"] = max(celsius)
     return values
