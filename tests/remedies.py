@@ -26,7 +26,7 @@ from weft.tools.job_space import candidate_values, list_keys
 Overrides = tuple[tuple[str, str], ...]
 Change = dict[str, str | None]  # key to value; None: without the key
 
-KEY = rf"(?:launch\.options\.[\w-]+|(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)"
+KEY = rf"(?:launch\.(?:options|mounts|secrets|env)\.[\w/-]+|(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)"
 ASSIGNMENT = re.compile(rf"(?:--)?({KEY})(?:=| )([\w.:*\[\]-]*[\w\]*])")
 VALUE = re.compile(r"(?:at most |at least |up to )?([\w.*:/+-]*\w|\[[^\]]*\])")
 NO_VALUE = {
@@ -55,11 +55,9 @@ def proposed_changes(error: ConfigError) -> list[Change]:
         and not error.key.startswith("launch.")
     ):
         return []  # the remedy is the description of the key
-    if error.rule == "is not an option of this cluster":
-        near = re.search("'(.*)'", error.remedy)
-        return [
-            {error.key: None} | ({f"launch.options.{near[1]}": str(error.value)} if near else {})
-        ]
+    if error.rule == "is an option of Slurm's sbatch only":
+        same = re.match("use (launch[.][a-z_]+)=", error.remedy)
+        return [{error.key: None} | ({same[1]: str(error.value)} if same else {})]
     text = re.sub(r"\([^)]*\)", "", error.remedy).strip()
     text = re.sub(r" or a multiple of \d+", "", text)
     if re.match(r"give --", text):  # "give --key VALUE, its meaning": see `Follower.examples`

@@ -225,51 +225,59 @@ def test_proposed_changes_are_read(remedy: str, changes: list[object]) -> None:
 
 # --------------------------------------------------------------------------- clusters
 
-SLURM, KUBERNETES = "launch.time_limit=12:00:00", "launch.image=i launch.options.claim=c"
+SLURM, KUBERNETES = "launch.time_limit=12:00:00", "launch.image=i launch.mounts./runs=pvc:c"
 SAGEMAKER = (
-    "launch.image=123456789012.dkr.ecr.us-east-1.amazonaws.com/weft:1 launch.options.bucket=abc "
-    "launch.options.role=arn:aws:iam::123456789012:role/r launch.options.instance_type=ml.c5.xlarge"
+    "launch.image=123456789012.dkr.ecr.us-east-1.amazonaws.com/weft:1 launch.bucket=s3://abc "
+    "launch.role=arn:aws:iam::123456789012:role/r launch.instance_type=ml.c5.xlarge"
 )
-SKYPILOT = "launch.image=i launch.options.bucket=s3://abc"
-VPC = "launch.options.subnets=subnet-1a launch.options.security_groups=sg-1a"
+SKYPILOT = "launch.image=i launch.bucket=s3://abc"
+VPC = "launch.subnets=subnet-1a launch.security_groups=sg-1a"
+FSX = "launch.mounts./fsx=fsx:fs-0123456789abcdef0:/x"
 # What a cluster refuses.
 REFUSED_LAUNCHES = {
     "slurm": [
-        *("launch.time_limit=1:00", "launch.time_limit=0:00:00", "launch.image=a"),
+        *("launch.time_limit=1:00", "launch.time_limit=0:00:00", "launch.topology=near"),
+        *("launch.queue=a launch.options.partition=b", "launch.cpus=many", "launch.memory=1TB"),
         *(f"launch.options.{name}=3" for name in ("nodes", "ntasks", "time", "array", "Part", "x")),
+        *("launch.secrets.A=hf_x", "launch.secrets.A=k8s-secret:a/b", "launch.env.1A=x"),
     ],
     "kubernetes": [
-        *("", f"{KUBERNETES} launch.options.kind=pod", f"{KUBERNETES} launch.options.efa=x"),
+        *("", f"{KUBERNETES} launch.network=efa", f"{KUBERNETES} launch.role=A_b"),
         *(f"{KUBERNETES} run.dir=runs/{name}" for name in ("My_Run", "9run", "a_" * 40)),
-        *(f"{KUBERNETES} launch.options.{each}" for each in ("claim=a!", "clam=x", "foo=1")),
+        *(f"{KUBERNETES} launch.options.{each}" for each in ("role=a", "clam=x", "foo=1")),
+        *(f"{KUBERNETES} data.path={each}" for each in ("/fsx/web", "/a")),
+        *(f"{KUBERNETES} launch.mounts./data={each}" for each in ("a", "pvc:A_", "s3://abc")),
+        *(f"{KUBERNETES} launch.secrets.A={each}" for each in ("x", "env:A", "k8s-secret:a")),
+        *(f"{KUBERNETES} launch.topology={each}" for each in ("near", "required:a")),
+        f"{KUBERNETES} launch.patch=no-file.yaml",
     ],
     "sagemaker": [
         *("", f"{SAGEMAKER} run.nodes=1:2", f"{SAGEMAKER} launch.time_limit=30-00:00:00"),
         f"{SAGEMAKER} run.dir=runs/My_Run",
         f"{SAGEMAKER} data.path=/fsx/data",
-        f"{SAGEMAKER} data.path=/fsx/data launch.options.fsx=fs-0123456789abcdef0:/x",
-        f"{SAGEMAKER} launch.options.spot=true launch.options.keep_alive=1:00:00",
-        f"{SAGEMAKER} launch.options.spot=true launch.options.wait=1:00:00",
-        f"{SAGEMAKER} launch.options.instance_type=ml.c5.xlarge+ml.m5.large "
-        "launch.options.spot=true",
+        f"{SAGEMAKER} data.path=/fsx/data {FSX}",
+        f"{SAGEMAKER} launch.instance_type=ml.c5.xlarge+ml.m5.large launch.spot=true",
         *(
-            f"{SAGEMAKER} launch.options.{each}"
+            f"{SAGEMAKER} launch.{each}"
             for each in (
                 *("instance_type=ml.c5.xlarg", "instance_type=ml.c5.xlarge+ml.c5.xlarge"),
-                *("instance_type=c5", "spot=yes", "wait=9-00:00:00"),
-                *("volume=1TB", "retries=31", "keep_alive=7:00:00", "keep_alive=3600"),
-                *("max_pending=0:10:00", "subnets=subnet-1a", "security_groups=sg-1a"),
-                *("subnets=a", "input_mode=File", "input_mode=x", "region=mars", "tags=a"),
-                *("kms_key=alias/x", "training_plan=x", "role=me", "bucket=s3://x", "foo=1"),
-                *("fsx=fs-1:/a", "efs=x", f"efs=fs-0123456789abcdef0:/ {VPC}"),
+                *(
+                    "instance_type=c5",
+                    "options.retries=31",
+                    "options.role=arn:aws:iam::123456789012:role/r",
+                ),
+                *("subnets=subnet-1a", "security_groups=sg-1a", "subnets=a", "region=mars"),
+                *("reservation=x", "role=me", "bucket=abc", "bucket=s3://A", "secrets.A=env:A"),
+                *("mounts./fsx=fsx:fs-1:/a", "mounts./efs=efs:x", f"mounts./e=efs:fs-01 {VPC}"),
+                *("mounts./fsx=pvc:fsx", "mounts./=image", "mounts.fsx=image"),
             )
         ),
     ],
     "skypilot": [
         *("", f"{SKYPILOT} run.nodes=1:2", f"{SKYPILOT} run.dir=runs/My_Run"),
         *(
-            f"{SKYPILOT} launch.options.{each}"
-            for each in ("bucket=x", "spot=1", "disk=1TB", "a=1")
+            f"{SKYPILOT} launch.{each}"
+            for each in ("bucket=x", "options.a=1", "cpus=a", "memory=big", "secrets.A=env:B")
         ),
     ],
     "slum": [""],
@@ -277,13 +285,13 @@ REFUSED_LAUNCHES = {
 EXAMPLES = {
     "launch.image": "i",
     "launch.setup": "pip install weft",
-    "launch.options.claim": "c",
-    "launch.options.role": "arn:aws:iam::123456789012:role/r",
-    "launch.options.instance_type": "ml.c5.xlarge",
-    "launch.options.bucket": "abc",
-    "launch.options.fsx": "fs-0123456789abcdef0:/x",
-    "launch.options.subnets": "subnet-1a",
-    "launch.options.security_groups": "sg-1a",
+    "launch.queue": "q",
+    "launch.mounts./runs": "pvc:c",
+    "launch.role": "arn:aws:iam::123456789012:role/r",
+    "launch.instance_type": "ml.c5.xlarge",
+    "launch.bucket": "s3://abc",
+    "launch.subnets": "subnet-1a",
+    "launch.security_groups": "sg-1a",
 }
 
 
@@ -301,8 +309,10 @@ def test_remedies_of_launches_are_followed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     follower = Follower(launch_errors)
     for on, cases in REFUSED_LAUNCHES.items():
-        bucket = "s3://abc" if on == "skypilot" else "abc"
-        follower.examples = EXAMPLES | {"launch.options.bucket": bucket}
+        examples = EXAMPLES | {"launch.role": "sa"} if on == "kubernetes" else EXAMPLES
+        mount = {"kubernetes": "pvc:c", "skypilot": "s3://abc"}.get(on, "image")
+        # A path that no mount has: its first directory.
+        follower.examples = examples | {f"launch.mounts.{d}": mount for d in ("/fsx", "/a")}
         for case in cases:
             words = tuple(word.partition("=")[::2] for word in case.split())
             assert follower.provoke(on, words), case

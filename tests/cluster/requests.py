@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,15 @@ from weft.config.reader import read_job
 
 def request(
     *overrides: tuple[str, str],
-    options: dict[str, str] | None = None,
+    launch: Mapping[str, str] | None = None,
     recipe: str = "demo",
     nodes: tuple[int, int] = (1, 1),
     devices: int = 0,
 ) -> JobRequest:
-    """Build a request from command-line words."""
-    all_overrides = list(overrides)
-    if options:
-        all_overrides.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
+    """Build a request from command-line words, and from keys of the section ``launch``."""
+    all_overrides = [*overrides, *((f"launch.{name}", v) for name, v in (launch or {}).items())]
+    if devices and not any(key == "run.cluster" for key, _ in overrides):
+        all_overrides.append(("run.cluster", f"{nodes[1]}x{devices}xH100"))
     job, _, errors = read_job(recipe, all_overrides)
     assert not errors
     directory = Path("/fsx/small-run")

@@ -17,7 +17,7 @@ from weft.cluster.job_request import is_active
 from weft.config.errors import WeftError
 from weft.train.environment import detect_environment
 
-OPTIONS = {"claim": "shared"}
+LAUNCH = {"mounts": "/runs=pvc:shared"}
 IMAGE = ("launch.image", "registry/weft:1")
 
 
@@ -41,20 +41,20 @@ def pod_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 REQUESTS = {
-    "cpu": request(IMAGE, options=OPTIONS | {"cpu": "4", "memory": "16Gi"}),
-    "gpu": request(IMAGE, ("train.steps", "5"), options=OPTIONS, nodes=(4, 4), devices=8),
+    "cpu": request(IMAGE, launch=LAUNCH | {"cpus": "4", "memory": "16"}),
+    "gpu": request(IMAGE, ("train.steps", "5"), launch=LAUNCH, nodes=(4, 4), devices=8),
     "efa": request(
         IMAGE,
         ("launch.setup", "ulimit -l unlimited"),
-        options=OPTIONS | {"efa": "32", "namespace": "train", "account": "trainer"},
+        launch=LAUNCH | {"network": "efa:32", "namespace": "train", "role": "trainer"},
         nodes=(2, 2),
         devices=8,
     ),
-    "elastic": request(IMAGE, options=OPTIONS, nodes=(2, 4), devices=8),
+    "elastic": request(IMAGE, launch=LAUNCH, nodes=(2, 4), devices=8),
 }
 KINDS = {
-    name: request(IMAGE, options=OPTIONS | {"kind": name}, nodes=(2, 4), devices=8)
-    for name in kubernetes.KINDS
+    name: request(IMAGE, launch=LAUNCH | {"kind": name}, nodes=(2, 4), devices=8)
+    for name in ("trainjob", "jobset")
 }
 
 
@@ -68,7 +68,7 @@ def test_manifest_is_valid_for_the_kubernetes_models(name: str) -> None:
 
 def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
-    launch_request = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path), nodes=(2, 2))
+    launch_request = request(IMAGE, launch=LAUNCH, recipe=own_recipe(tmp_path), nodes=(2, 2))
     text = kubernetes.render(launch_request)
     assert kubernetes.check(text) == []
     [wrong] = kubernetes.check(text.replace("restartPolicy:", "restartPolice:"))
@@ -93,9 +93,11 @@ def test_trainjob_manifest_has_the_requested_values() -> None:
     pod = pod_of(result)
     [container] = pod["containers"]
     assert container["command"] == [
-        *("weft", "train", "demo", "--train.steps", "5", "--run.dir", "/runs/small-run")
+        *("weft", "train", "demo", "--train.steps", "5"),
+        *("--run.cluster", "4x8xH100", "--run.dir", "/runs/small-run"),
     ]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    gpus = {"nvidia.com/gpu": "8"}
+    assert container["resources"] == {"requests": gpus, "limits": gpus}
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     runs = {"name": "runs", "persistentVolumeClaim": {"claimName": "shared"}}
     assert pod["volumes"] == [shm, runs]
@@ -122,7 +124,7 @@ def test_manifest_for_efa_requests_adapters() -> None:
     pod = pod_of(result)
     [container] = pod["containers"]
     limits = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
-    assert container["resources"] == {"limits": limits}
+    assert container["resources"] == {"requests": limits, "limits": limits}
     assert container["env"] == [{"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"}]
     assert container["command"][:2] == ["bash", "-c"]
     assert container["command"][2].startswith("set -e\nulimit -l unlimited\nexec weft train demo")
@@ -133,8 +135,11 @@ def test_manifest_for_efa_requests_adapters() -> None:
 def test_manifest_on_cpus_requests_no_gpus() -> None:
     text = kubernetes.render(REQUESTS["cpu"])
     assert "nvidia" not in text
+    # Equal requests and limits of cores and memory make the QoS class Guaranteed.
+    nearly_all = {"cpu": "4", "memory": "16Gi"}
     assert pod_of(documents(text))["containers"][0]["resources"] == {
-        "limits": {"cpu": "4", "memory": "16Gi"}
+        "requests": nearly_all,
+        "limits": nearly_all,
     }
 
 
@@ -149,7 +154,7 @@ def test_manifest_with_a_range_of_nodes_is_elastic() -> None:
 
 def test_jobset_pods_find_each_other() -> None:
     """The environment of the pods gives hosts and ranks to the resolver."""
-    launch_request = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
+    launch_request = request(IMAGE, launch=LAUNCH | {"kind": "jobset"}, nodes=(2, 2))
     env = pod_of(documents(kubernetes.render(launch_request)))["containers"][0]["env"]
     around = {item["name"]: item.get("value", "1") for item in env}
     environment = detect_environment(around | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
@@ -161,7 +166,7 @@ def test_jobset_pods_find_each_other() -> None:
 
 
 def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
-    launch_request = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))
+    launch_request = request(IMAGE, launch=LAUNCH, recipe=own_recipe(tmp_path))
     result = documents(kubernetes.render(launch_request))
     assert "steps = 7" in result["ConfigMap"]["data"]["recipe.toml"]
     [container] = pod_of(result)["containers"]
@@ -171,9 +176,9 @@ def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
 
 def test_problems_each_mistake_is_reported() -> None:
     text = format_errors(
-        kubernetes.find_errors(request(options={"kind": "pod", "efa": "x", "gpu": "8"}))
+        kubernetes.find_errors(request(launch={"network": "x", "options": "gpu=8", "role": "A b"}))
     )
-    for part in ("claim is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
+    for part in ("launch.mounts./runs is missing", "image", "network", "role", "options.gpu"):
         assert part in text
 
 
@@ -249,15 +254,15 @@ def test_submit_failure_deletes_the_created_objects(
 def test_problems_directory_that_the_cluster_would_rename_is_refused(cluster: str) -> None:
     """Else two run directories could silently become one on the nodes."""
     module = submit.get_cluster(cluster)
-    requested = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
+    requested = replace(request(IMAGE, launch=LAUNCH), run_dir=Path("/fsx/Small_Run"))
     expected = "Use another --run.dir, such as /fsx/small-run"
     assert expected in format_errors(module.find_errors(requested))
-    assert expected not in format_errors(module.find_errors(request(IMAGE, options=OPTIONS)))
+    assert expected not in format_errors(module.find_errors(request(IMAGE, launch=LAUNCH)))
 
 
 def test_render_names_the_run_directory() -> None:
     head = kubernetes.render(REQUESTS["gpu"]).splitlines()[:2]
-    assert head[0].endswith("its directory is /runs/small-run in the claim.")
+    assert head[0].endswith("its directory is /runs/small-run in the pods.")
     assert head[1].startswith("# /fsx/small-run on the submitting machine")
 
 
@@ -276,7 +281,7 @@ def test_render_names_the_run_directory() -> None:
 def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
     """The value reads back unchanged, with and without a shell around the command."""
     for setup in ([], [("launch.setup", "cd .")]):
-        launch_request = request(IMAGE, *setup, options=OPTIONS)
+        launch_request = request(IMAGE, *setup, launch=LAUNCH)
         launch_request = replace(
             launch_request, overrides={**launch_request.overrides, "data.text_field": value}
         )

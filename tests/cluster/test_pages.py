@@ -48,7 +48,7 @@ def test_page_of_a_cluster_commands_succeed(
         assert main([*words[1:], *["--dry-run"] * ("--dry-run" not in words)]) == 0
         requested += 1
     assert requested >= 2
-    assert {path.name for path in tmp_path.iterdir()} <= {"bin", "mine.toml"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"bin", "mine.toml", "patch.yaml"}
 
 
 def test_page_of_a_gpu_machine_names_existing_recipes_and_keys(

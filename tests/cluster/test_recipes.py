@@ -32,20 +32,23 @@ from weft.train.environment import apply_environment
 # What a user adds to a recipe for each kind of cluster.
 LAUNCH: dict[str, dict[str, object]] = {
     "slurm": {},
-    "kubernetes": {"image": "registry/weft:1", "options": {"claim": "shared"}},
+    "kubernetes": {
+        "image": "registry/weft:1",
+        "mounts": {"/runs": "pvc:shared", "/shared": "image"},
+    },
     "sagemaker": {
         "image": "1.dkr.ecr.us-east-1.amazonaws.com/weft:1",
-        "options": {
-            "role": "arn:aws:iam::123456789012:role/trainer",
-            "instance_type": "ml.p5.48xlarge",
-            "bucket": "my-bucket",
-            "subnets": "subnet-a1",
-            "security_groups": "sg-1",
-        },
+        "role": "arn:aws:iam::123456789012:role/trainer",
+        "instance_type": "ml.p5.48xlarge",
+        "bucket": "s3://my-bucket",
+        "subnets": ["subnet-a1"],
+        "security_groups": ["sg-1"],
+        "mounts": {"/shared": "fsx:fs-0123456789abcdef0:/abc"},
     },
     "skypilot": {
         "image": "registry/weft:1",
-        "options": {"bucket": "s3://my-bucket", "accelerator": "H100"},
+        "bucket": "s3://my-bucket",
+        "mounts": {"/shared": "s3://my-models/llama"},
     },
 }
 # These recipes set all degrees, so they have a fixed number of ranks.

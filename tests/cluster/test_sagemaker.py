@@ -16,9 +16,9 @@ from urllib.parse import parse_qsl
 import pytest
 
 from tests.cluster.requests import format_errors, own_recipe, request
-from tests.harness import ROOT
-from weft.cluster import sagemaker, sagemaker_options
+from weft.cluster import sagemaker
 from weft.cluster.cloudwatch import metric_definitions
+from weft.cluster.job_placement import check_job_paths
 from weft.cluster.job_request import JobRequest
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.cluster.sagemaker_request import request_shape, to_python
@@ -28,25 +28,25 @@ from weft.config.errors import InvalidConfig, WeftError
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 
 IMAGE = ("launch.image", "1.dkr.ecr.us-east-1.amazonaws.com/weft:1")
-OPTIONS = {
+LAUNCH = {
     "role": "arn:aws:iam::123456789012:role/trainer",
     "instance_type": "ml.p5.48xlarge",
-    "bucket": "my-bucket",
+    "bucket": "s3://my-bucket",
 }
-FSX = "fs-0123456789abcdef0:/abcdefgh"
+FSX = "fsx:fs-0123456789abcdef0:/abcdefgh"
 VPC = {"subnets": "subnet-a1", "security_groups": "sg-1"}
 REQUESTS = {
-    "one": request(IMAGE, ("train.steps", "5"), options=OPTIONS, devices=8),
+    "one": request(IMAGE, ("train.steps", "5"), launch=LAUNCH, devices=8),
     "two": request(
         IMAGE,
         ("launch.time_limit", "2-00:00:00"),
-        options=OPTIONS
-        | {"spot": "true", "subnets": "subnet-a1+subnet-b2", "security_groups": "sg-1"},
+        launch=LAUNCH
+        | {"spot": "true", "subnets": "subnet-a1,subnet-b2", "security_groups": "sg-1"},
         nodes=(2, 2),
         devices=8,
     ),
-    "data": request(IMAGE, ("data.path", "s3://texts/web/"), options=OPTIONS, devices=8),
-    "cpu": request(IMAGE, options=OPTIONS | {"instance_type": "ml.c5.xlarge"}),
+    "data": request(IMAGE, ("data.path", "s3://texts/web/"), launch=LAUNCH, devices=8),
+    "cpu": request(IMAGE, launch=LAUNCH | {"instance_type": "ml.c5.xlarge"}),
 }
 
 
@@ -58,7 +58,7 @@ def test_request_is_valid_for_the_service_model(name: str) -> None:
 
 MODEL_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"RolArn": "x"}, r"RolArn is unknown to the installed botocore\. Update it"),
-    "missing field": ({"RoleArn": None}, r"RoleArn is missing\. It comes from launch.options.role"),
+    "missing field": ({"RoleArn": None}, r"RoleArn is missing\. It comes from launch.role"),
     "type": ({"HyperParameters": {"a": 5}}, r"HyperParameters\.a=5 must be text"),
     "job name": (
         {"TrainingJobName": "x" * 64},
@@ -71,7 +71,7 @@ MODEL_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "role": (
         {"RoleArn": "arn:aws:iam::1:user/somebody-or-other"},
-        r"RoleArn=.* does not have the form .* It comes from launch.options.role: use arn:aws:iam",
+        r"RoleArn=.* does not have the form .* It comes from launch.role: use arn:aws:iam",
     ),
     "image": (
         {"AlgorithmSpecification.TrainingImage": "i" * 256},
@@ -96,24 +96,23 @@ MODEL_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "instance type": (
         {"ResourceConfig.InstanceType": "ml.p5.48xlrge"},
         r"InstanceType=\"ml.p5.48xlrge\" is not a value that SageMaker accepts\. It comes from "
-        r"launch.options.instance_type: did you mean 'ml.p5.48xlarge'\?",
+        r"launch.instance_type: did you mean 'ml.p5.48xlarge'\?",
     ),
     "keep alive": (
         {"ResourceConfig.KeepAlivePeriodInSeconds": 21601},
-        r"KeepAlivePeriodInSeconds=21601 must be at most 21,600\. It comes from "
-        r"launch\.options\.keep_alive: use at most 6:00:00",
+        r"KeepAlivePeriodInSeconds=21601 must be at most 21,600\. It comes from launch\.patch",
     ),
     "plan": (
         {"ResourceConfig.TrainingPlanArn": "arn:aws:sagemaker:us-east-1:123456789012:plan/mine-1"},
-        r"TrainingPlanArn=.* It comes from launch\.options\.training_plan",
+        r"TrainingPlanArn=.* It comes from launch\.reservation",
     ),
     "retries": (
         {"RetryStrategy": {"MaximumRetryAttempts": 31}},
-        r"MaximumRetryAttempts=31 must be at most 30\. It comes from launch\.options\.retries",
+        r"MaximumRetryAttempts=31 must be at most 30\. It comes from launch\.patch",
     ),
     "pending": (
         {"StoppingCondition.MaxPendingTimeInSeconds": 60},
-        r"=60 must be at least 1,800\. It comes from launch\.options\.max_pending: use 0:30:00",
+        r"=60 must be at least 1,800\. It comes from launch\.patch",
     ),
     "file system": (
         {
@@ -131,29 +130,29 @@ MODEL_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
                 }
             ]
         },
-        r"FileSystemId=\"vol-12345678\" does not have the form .*launch\.options\.fsx or efs(.|\n)*"
+        r"FileSystemId=\"vol-12345678\" does not have the form .*launch\.mounts(.|\n)*"
         r"FileSystemAccessMode=\"rx\" is not a value .*did you mean 'rw'|use one of ro, rw",
     ),
     "security groups": (
         {"VpcConfig.SecurityGroupIds": ["sg-1"] * 6},
-        r"has 6 items, but must have at most 5\. It comes from launch\.options\.security_groups",
+        r"has 6 items, but must have at most 5\. It comes from launch\.security_groups",
     ),
     "subnet": (
         {"VpcConfig.Subnets": ["subnet_a"]},
-        r"Subnets\[0\]=\"subnet_a\" does not have .* launch\.options\.subnets: use up to 16 IDs",
+        r"Subnets\[0\]=\"subnet_a\" does not have .* launch\.subnets: use up to 16 IDs",
     ),
     "tags": (
         {"Tags": [{"Key": f"k{number}", "Value": ""} for number in range(51)]},
-        r"Tags=.* must have at most 50\. It comes from launch\.options\.tags",
+        r"Tags=.* must have at most 50\. It comes from launch\.labels",
     ),
     "tag characters": ({"Tags": [{"Key": "a{b}", "Value": ""}]}, r"Tags\[0\]\.Key=\"a\{b\}\""),
     "key": (
         {"OutputDataConfig.KmsKeyId": "my key"},
-        r"OutputDataConfig\.KmsKeyId=\"my key\" does not have .* launch\.options\.kms_key",
+        r"OutputDataConfig\.KmsKeyId=\"my key\" does not have .* launch\.bucket",
     ),
     "bucket": (
         {"OutputDataConfig.S3OutputPath": "my-bucket"},
-        r"S3OutputPath=\"my-bucket\" does not have .* It comes from launch\.options\.bucket",
+        r"S3OutputPath=\"my-bucket\" does not have .* It comes from launch\.bucket",
     ),
     "time": ({"StoppingCondition.MaxRuntimeInSeconds": 0}, r"=0 must be at least 1\. .*time_limit"),
 }
@@ -176,7 +175,7 @@ def test_request_with_a_mistake_is_refused_by_the_model(name: str) -> None:
 
 def test_request_that_is_no_json_is_refused() -> None:
     assert sagemaker.check("{")[0].startswith("the request is not valid JSON")
-    assert sagemaker.check("[]") == ['request="[]" must be an object.']
+    assert sagemaker.check("[]") == ['request="[]" must be an object. It comes from launch.patch.']
 
 
 def test_patterns_of_the_model_are_those_of_python() -> None:
@@ -203,7 +202,7 @@ def test_patterns_of_the_model_are_those_of_python() -> None:
     )
 
 
-OPTION_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
+KEY_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "role": ({"role": "trainer"}, 'role="trainer" must be the ARN of a role. Use arn:aws:iam::'),
     "instance type": ({"instance_type": "ml.p5.48xlrge"}, "Did you mean 'ml.p5.48xlarge'?"),
     "instance form": (
@@ -218,79 +217,66 @@ OPTION_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
         "must be one to five instance types",
     ),
     "instance twice": ({"instance_type": "ml.p5.48xlarge+ml.p5.48xlarge"}, "names a type twice"),
-    "bucket": ({"bucket": "s3://mine"}, "must be the name of a bucket. Use 3 to 63"),
+    "bucket": ({"bucket": "mine"}, "must be s3://BUCKET or s3://BUCKET/PREFIX"),
     "region": ({"region": "virginia"}, 'region="virginia" must be a region. Use us-east-1'),
-    "volume": ({"volume": "1TB"}, "must be an integer number of GB"),
-    "input mode": ({"input_mode": "Pipe"}, "must be File or FastFile"),
-    "input mode without data": ({"input_mode": "File"}, 'input_mode="File" has no effect'),
-    "wait": (
-        {"spot": "true", "wait": "1:00:00"},
-        'wait="1:00:00" must not be shorter than launch.time_limit',
-    ),
-    "wait without spot": ({"wait": "2-00:00:00"}, "requires spot=true"),
-    "keep alive": ({"keep_alive": "6:00:01"}, 'keep_alive="6:00:01" must be at most 6:00:00'),
-    "keep alive form": ({"keep_alive": "3600"}, "must be D-HH:MM:SS or HH:MM:SS"),
-    "keep alive spot": (
-        {"keep_alive": "1:00:00", "spot": "true"},
-        "excludes spot=true: SageMaker keeps no spot instances",
-    ),
-    "pending": ({"max_pending": "0:10:00"}, "must be between 0:30:00 and 28-00:00:00"),
-    "retries": ({"retries": "31"}, 'retries="31" must be 1 to 30'),
     "plan": (
-        {"training_plan": "arn:aws:sagemaker:us-east-1:123456789012:plan/mine"},
+        {"reservation": "arn:aws:sagemaker:us-east-1:123456789012:plan/mine"},
         "must be the ARN of a training plan. Use the TrainingPlanArn of 'aws sagemaker list",
     ),
     "types spot": (
         {"instance_type": "ml.p5.48xlarge+ml.p5e.48xlarge", "spot": "true"},
-        "must be a single type with spot=true",
+        "must be a single type with spot nodes",
     ),
-    "subnet": ({"subnets": "vpc-1", "security_groups": "sg-1"}, "must be 1 to 16 IDs of subnets"),
-    "groups": (
-        {"subnets": "subnet-1", "security_groups": "+".join(["sg-1"] * 6)},
-        "must be 1 to 5 IDs of security groups",
-    ),
+    "subnet": ({"subnets": "vpc-1", "security_groups": "sg-1"}, "must be IDs of subnets"),
     "subnets alone": ({"subnets": "subnet-1"}, "must be given together with security_groups"),
-    "key": ({"kms_key": "alias/mine"}, "must be the ID or the ARN of a KMS key, not an alias"),
-    "tags": (
-        {"tags": "+".join(f"k{number}:v" for number in range(51))},
-        "must be up to 50 tags, KEY:VALUE joined by '+'",
-    ),
-    "tag of AWS": ({"tags": "aws:x"}, "none of which begins with aws:"),
-    "fsx id": ({"fsx": "vol-0123456789:/abc"}, "must be fs-ID:/MOUNT_NAME"),
+    "options": ({"options": "role=x"}, "is an option of Slurm's sbatch only. Use launch.role=x"),
+    "fsx id": ({"mounts": "/fsx=fsx:vol-0123456789:/abc"}, "must be fsx:fs-ID:/MOUNT_NAME"),
     "fsx without a mount name": (
-        {"fsx": "fs-0123456789abcdef0:/"},
+        {"mounts": "/fsx=fsx:fs-0123456789abcdef0:/"},
         "'aws fsx describe-file-systems' shows the ID as FileSystemId, and the mount name as "
         "LustreConfiguration.MountName",
     ),
-    "fsx without a VPC": ({"fsx": FSX}, "requires subnets and security_groups"),
-    "fsx without a path": ({"fsx": FSX} | VPC, "no path of the recipe is below /fsx"),
-    "efs": ({"efs": "fs-01234567"} | VPC, "must be fs-ID:/, or fs-ID:/DIRECTORY"),
+    "fsx without a VPC": ({"mounts": f"/fsx={FSX}"}, "requires subnets and security_groups"),
+    "efs": ({"mounts": "/efs=efs:fs-01234567"} | VPC, "must be efs:fs-ID:/, or efs:fs-ID:/DIR"),
+    "claim": ({"mounts": "/fsx=pvc:fsx"}, "is not a source that sagemaker mounts. Use fsx:fs-ID"),
+    "secret": ({"secrets": "HF_TOKEN=hf_abcdef"}, "is not a reference, and a secret itself would"),
+    "secret of a shell": (
+        {"secrets": "HF_TOKEN=env:HF_TOKEN"},
+        "is a reference that sagemaker cannot read. Use secretsmanager:ID",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", OPTION_MISTAKES)
-def test_option_with_a_mistake_is_refused(name: str) -> None:
-    options, message = OPTION_MISTAKES[name]
-    text = format_errors(sagemaker.find_errors(request(IMAGE, options=OPTIONS | options)))
+@pytest.mark.parametrize("name", KEY_MISTAKES)
+def test_key_with_a_mistake_is_refused(name: str) -> None:
+    keys, message = KEY_MISTAKES[name]
+    text = format_errors(sagemaker.find_errors(request(IMAGE, launch=LAUNCH | keys)))
     assert message in text
-    assert text.startswith("launch.options.")
+    assert text.startswith("launch.")
+    assert "hf_abcdef" not in text
 
 
-def test_option_that_is_right_reaches_the_request() -> None:
-    key = "arn:aws:kms:us-east-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+def test_key_that_is_right_reaches_the_request(tmp_path: Path) -> None:
     plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine"
-    options = {
+    kms = "arn:aws:kms:us-east-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+    patch = tmp_path / "patch.yaml"
+    patch.write_text(
+        "ResourceConfig: {KeepAlivePeriodInSeconds: 21600}\n"
+        "StoppingCondition: {MaxPendingTimeInSeconds: 86400}\n"
+        "RetryStrategy: {MaximumRetryAttempts: 30}\n"
+        f"OutputDataConfig: {{KmsKeyId: '{kms}'}}\n"
+        "InputDataConfig: [{ChannelName: training, InputMode: File}]\n"
+    )
+    keys = {
         "instance_type": "ml.p5.48xlarge+ml.p5e.48xlarge",
-        "keep_alive": "6:00:00",
-        "max_pending": "1-00:00:00",
-        "retries": "30",
-        "training_plan": plan,
-        "kms_key": key,
-        "tags": "team:nlp+project:llm:1",
-        "volume": "500",
-        "input_mode": "File",
+        "reservation": plan,
+        "labels": "team=nlp,project=llm:1",
+        "disk": "500",
+        "env": "NCCL_DEBUG=INFO",
+        "secrets": "HF_TOKEN=secretsmanager:prod/hf#token",
+        "patch": str(patch),
     }
-    body = render_checked(IMAGE, ("data.path", "s3://texts/web/"), options=options)
+    body = render_checked(IMAGE, ("data.path", "s3://texts/web/"), launch=keys)
     assert body["ResourceConfig"] == {
         "InstanceCount": 1,
         "InstancePreferences": [
@@ -302,23 +288,20 @@ def test_option_that_is_right_reaches_the_request() -> None:
     }
     assert body["StoppingCondition"]["MaxPendingTimeInSeconds"] == 86400
     assert body["RetryStrategy"] == {"MaximumRetryAttempts": 30}
-    assert body["OutputDataConfig"]["KmsKeyId"] == key
+    assert body["OutputDataConfig"]["KmsKeyId"] == kms
     tags = {"team": "nlp", "project": "llm:1"}
     assert body["Tags"] == [{"Key": name, "Value": value} for name, value in tags.items()]
     assert body["InputDataConfig"][0]["InputMode"] == "File"
-
-
-def test_key_encrypts_volumes_without_local_disks() -> None:
-    """SageMaker refuses a key for the volumes of instances with local disks."""
-    for instance, has_key in (("ml.c5.xlarge", True), ("ml.p4d.24xlarge", False)):
-        options = {"kms_key": "1234abcd-12ab-34cd", "instance_type": instance}
-        body = render_checked(IMAGE, options=options)
-        assert ("VolumeKmsKeyId" in body["ResourceConfig"]) == has_key
+    assert body["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] == "s3://texts/web/"
+    assert body["Environment"] == {
+        "NCCL_DEBUG": "INFO",
+        "WEFT_SECRETS": '{"HF_TOKEN":"prod/hf#token"}',
+    }
 
 
 def render_checked(*overrides: tuple[str, str], **arguments: Any) -> dict[str, Any]:
     """Return a request that passes all checks."""
-    arguments["options"] = OPTIONS | arguments["options"]
+    arguments["launch"] = LAUNCH | arguments["launch"]
     checked = request(*overrides, **arguments)
     assert sagemaker.find_errors(checked) == []
     text = sagemaker.render(checked)
@@ -328,12 +311,12 @@ def render_checked(*overrides: tuple[str, str], **arguments: Any) -> dict[str, A
 
 def test_file_systems_become_channels() -> None:
     """A file system is mounted read-write if the job writes below it."""
-    efs = "fs-01234567:/"
+    efs = "efs:fs-01234567:/"
     paths = [("data.path", "/fsx/texts/*.jsonl"), ("data.tokenizer", "/efs/tokenizer.json")]
-    options = {"fsx": f"{FSX}/team", "efs": efs} | VPC
+    keys = {"mounts": f"/fsx={FSX}/team,/efs={efs}"} | VPC
 
     def modes(*more: tuple[str, str]) -> dict[str, str]:
-        body = render_checked(IMAGE, *paths, *more, options=options, nodes=(2, 2))
+        body = render_checked(IMAGE, *paths, *more, launch=keys, nodes=(2, 2))
         sources = {
             channel["ChannelName"]: channel["DataSource"]["FileSystemDataSource"]
             for channel in body["InputDataConfig"]
@@ -353,31 +336,29 @@ def test_file_systems_become_channels() -> None:
     assert modes(("run.dir", "/fsx/runs/1"), elsewhere)["fsx"] == "ro"  # weft replaces run.dir
 
 
-def test_path_below_a_file_system_without_the_option_is_refused() -> None:
+def test_path_that_no_mount_has_is_refused() -> None:
     """Every key with such a path is reported, also sources of a mixture."""
     overrides = (
         ("data.mixture", "/fsx/web/=0.5,/efs/code/=0.5"),
         ("data.tokenizer", "/fsx/tokenizer.json"),
         ("checkpoint.dir", "/fsx/run"),
         ("model.path", "/fsxx/model"),
+        ("data.cache_dir", "/scratch/cache"),  # each node may have its own
     )
-    errors = sagemaker.find_errors(request(IMAGE, *overrides, options=OPTIONS))
-    assert [(error.key, error.value) for error in errors] == [
-        ("data.mixture", "/fsx/web/"),
-        ("data.tokenizer", "/fsx/tokenizer.json"),
-        ("checkpoint.dir", "/fsx/run"),
-        ("data.mixture", "/efs/code/"),
-    ]
-    assert "give --launch.options.fsx VALUE: FSx for Lustre" in errors[0].remedy
+    job = request(IMAGE, *overrides, launch=LAUNCH | {"mounts": f"/fsx={FSX}"} | VPC).job
+    errors = check_job_paths("sagemaker", job)
+    refused = [("model.path", "/fsxx/model"), ("data.mixture", "/efs/code/")]
+    assert [(error.key, error.value) for error in errors] == refused
+    assert "give --launch.mounts./efs VALUE: fsx:fs-ID:/MOUNT_NAME or efs:" in errors[1].remedy
 
 
 def test_setup_with_a_path_that_does_not_exist_yet_is_refused() -> None:
     """The entry point makes the link /fsx after the lines of launch.setup."""
-    options = OPTIONS | VPC | {"fsx": FSX}
-    wrong = request(IMAGE, ("launch.setup", "source /fsx/env.sh"), options=options)
+    keys = LAUNCH | VPC | {"mounts": f"/fsx={FSX}"}
+    wrong = request(IMAGE, ("launch.setup", "source /fsx/env.sh"), launch=keys)
     assert "use /opt/ml/input/data/fsx" in format_errors(sagemaker.find_errors(wrong)).lower()
     right = ("launch.setup", "source /opt/ml/input/data/fsx/env.sh")
-    assert sagemaker.find_errors(request(IMAGE, right, options=options)) == []
+    assert sagemaker.find_errors(request(IMAGE, right, launch=keys)) == []
 
 
 def test_check_without_botocore_warns(
@@ -388,8 +369,8 @@ def test_check_without_botocore_warns(
         monkeypatch.setitem(sys.modules, name, None)
     request_shape.cache_clear()
     assert sagemaker.find_errors(REQUESTS["one"]) == []
-    wrong = request(IMAGE, options=OPTIONS | {"retries": "31"})
-    assert "must be 1 to 30" in format_errors(sagemaker.find_errors(wrong))
+    wrong = request(IMAGE, launch=LAUNCH | {"role": "me"})
+    assert "must be the ARN" in format_errors(sagemaker.find_errors(wrong))
     path = tmp_path / "launch.json"
     path.write_text(sagemaker.render(REQUESTS["one"]))
     assert sagemaker.check(path.read_text()) == []
@@ -398,24 +379,24 @@ def test_check_without_botocore_warns(
         sagemaker.submit(path, REQUESTS["one"])
 
 
-def test_every_option_is_on_the_page() -> None:
-    page = (ROOT / "docs/sagemaker.md").read_text("utf-8")
-    assert [name for name in sagemaker_options.OPTIONS if f"`{name}" not in page] == []
-
-
 def test_request_has_the_requested_values() -> None:
     payload = json.loads(sagemaker.render(REQUESTS["one"]))
     assert re.fullmatch(r"small-run-\d{6}-\d{6}", payload.pop("TrainingJobName"))
     home = "s3://my-bucket/weft/small-run"
     assert payload == {
-        "RoleArn": OPTIONS["role"],
+        "RoleArn": LAUNCH["role"],
         "AlgorithmSpecification": {
             "TrainingImage": IMAGE[1],
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["python", "-m", "weft.cluster.sagemaker_entry"],
             "MetricDefinitions": metric_definitions(REQUESTS["one"].job),
         },
-        "HyperParameters": {"recipe": "demo", "train.steps": "5"},
+        "HyperParameters": {
+            "recipe": "demo",
+            "train.steps": "5",
+            "run.cluster": "1x8xH100",
+        },
+        "InfraCheckConfig": {"EnableInfraCheck": True},
         "ResourceConfig": {
             "InstanceType": "ml.p5.48xlarge",
             "InstanceCount": 1,
@@ -449,6 +430,7 @@ def test_request_hyperparameters_make_the_same_job() -> None:
     host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)
     words, job = train_arguments(list(parameters.items()), host)
     assert dict(zip(words[1::2], words[2::2], strict=True)) == {
+        "--run.cluster": "2x8xH100",
         "--checkpoint.dir": "s3://my-bucket/weft/small-run/checkpoints",
         "--run.dir": "/opt/ml/checkpoints",
     }
@@ -461,7 +443,7 @@ def test_request_data_become_a_channel_unless_a_pattern() -> None:
     assert channel["ChannelName"] == "training"
     assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://texts/web/"
     assert payload["HyperParameters"]["data.path"] == "/opt/ml/input/data/training"
-    pattern = request(IMAGE, ("data.path", "s3://texts/*.jsonl"), options=OPTIONS)
+    pattern = request(IMAGE, ("data.path", "s3://texts/*.jsonl"), launch=LAUNCH)
     payload = json.loads(sagemaker.render(pattern))
     assert "InputDataConfig" not in payload
     assert payload["HyperParameters"]["data.path"] == "s3://texts/*.jsonl"
@@ -469,7 +451,7 @@ def test_request_data_become_a_channel_unless_a_pattern() -> None:
 
 def test_request_setup_runs_before_training(tmp_path: Path) -> None:
     payload = json.loads(
-        sagemaker.render(request(IMAGE, ("launch.setup", "pip install x"), options=OPTIONS))
+        sagemaker.render(request(IMAGE, ("launch.setup", "pip install x"), launch=LAUNCH))
     )
     entry = payload["AlgorithmSpecification"]["ContainerEntrypoint"]
     assert entry[:2] == ["bash", "-c"]
@@ -479,7 +461,7 @@ def test_request_setup_runs_before_training(tmp_path: Path) -> None:
 def test_request_mistake_is_reported_for_its_own_key() -> None:
     launch_request = request(
         IMAGE,
-        options=OPTIONS | {"spot": "true", "wait": "2-00:00:00"},
+        launch=LAUNCH | {"spot": "true"},
     )
     launch = launch_request.job.launch.model_copy(update={"time_limit": "soon"})
     launch_request = replace(
@@ -489,10 +471,11 @@ def test_request_mistake_is_reported_for_its_own_key() -> None:
 
 
 def test_request_each_mistake_is_reported() -> None:
-    options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
-    text = format_errors(sagemaker.find_errors(request(options=options, nodes=(1, 2))))
-    for part in ("role is missing", "instance_type", "bucket", "spot", "volume", "wait"):
-        assert f"launch.options.{part}" in text
+    keys = {"region": "a", "subnets": "a", "options": "gpu=8"}
+    text = format_errors(sagemaker.find_errors(request(launch=keys, nodes=(1, 2))))
+    parts = ("role is missing", "instance_type", "bucket", "region", "subnets", "options.gpu")
+    for part in parts:
+        assert f"launch.{part}" in text
     for part in ("security_groups", "run.nodes", "launch.image", "gpu"):
         assert part in text
 
@@ -561,8 +544,8 @@ ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/small-run-1"
 
 def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None:
     service.answers["CreateTrainingJob"] = [(200, {"TrainingJobArn": ARN})]
-    options = OPTIONS | {"region": "us-east-1"}
-    launch_request = request(IMAGE, options=options, recipe=own_recipe(tmp_path))
+    keys = LAUNCH | {"region": "us-east-1"}
+    launch_request = request(IMAGE, launch=keys, recipe=own_recipe(tmp_path))
     path = tmp_path / "launch.json"
     path.write_text(sagemaker.render(launch_request))
     assert sagemaker.submit(path, launch_request) == ARN
@@ -578,8 +561,8 @@ SUBNETS = "<R><subnetSet><item><vpcId>vpc-1</vpcId></item></subnetSet></R>"
 
 
 def fsx_request() -> JobRequest:
-    options = OPTIONS | VPC | {"fsx": FSX, "region": "us-east-1"}
-    return request(IMAGE, ("data.path", "/fsx/web"), options=options)
+    keys = LAUNCH | VPC | {"mounts": f"/fsx={FSX}", "region": "us-east-1"}
+    return request(IMAGE, ("data.path", "/fsx/web"), launch=keys)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -600,7 +583,7 @@ def test_submit_verifies_the_file_system(service: Service, tmp_path: Path, is_ri
             sagemaker.submit(path, fsx_request())
         first, second = (error.rule for error in caught.value.errors)
         assert "the mount name of fs-0123456789abcdef0, which is zyxwvuts" in first
-        assert second == "is in vpc-2, but launch.options.subnets are in vpc-1"
+        assert second == "is in vpc-2, but launch.subnets are in vpc-1"
     asked = [operation for operation, _ in service.requests]
     assert asked[:2] == ["DescribeSubnets", "DescribeFileSystems"]
     assert ("CreateTrainingJob" in asked) == is_right
@@ -630,8 +613,8 @@ def test_service_that_is_not_reached_is_a_warning(capsys: pytest.CaptureFixture[
 
     assert not verify_file_systems(lambda service: Unreachable(), fsx_request())
     first, second = capsys.readouterr().err.splitlines()
-    assert "launch.options.subnets was not verified: Connect timeout on endpoint" in first
-    assert "launch.options.fsx was not verified" in second
+    assert "launch.subnets was not verified: Connect timeout on endpoint" in first
+    assert "launch.mounts./fsx was not verified" in second
 
 
 def test_submit_without_permission_to_verify_warns(
@@ -648,15 +631,15 @@ def test_submit_without_permission_to_verify_warns(
     assert sagemaker.submit(path, fsx_request()) == ARN
     warnings = capsys.readouterr().err.splitlines()
     assert warnings == [
-        "weft: launch.options.subnets was not verified: AWS denies ec2:DescribeSubnets",
-        "weft: launch.options.fsx was not verified: AWS denies fsx:DescribeFileSystems",
+        "weft: launch.subnets was not verified: AWS denies ec2:DescribeSubnets",
+        "weft: launch.mounts./fsx was not verified: AWS denies fsx:DescribeFileSystems",
     ]
 
 
 def test_submit_refusal_of_the_service_is_reported(service: Service, tmp_path: Path) -> None:
     refused = {"__type": "ResourceInUse", "message": "names must be unique"}
     service.answers["CreateTrainingJob"] = [(400, refused)]
-    launch_request = request(IMAGE, options=OPTIONS | {"region": "us-east-1"})
+    launch_request = request(IMAGE, launch=LAUNCH | {"region": "us-east-1"})
     path = tmp_path / "launch.json"
     path.write_text(sagemaker.render(launch_request))
     with pytest.raises(WeftError, match=r"AWS: .*names must be unique"):

@@ -40,7 +40,7 @@ from weft.cluster.sagemaker_entry import (
     train_arguments,
     write_failure,
 )
-from weft.cluster.sagemaker_storage import check_mounts, link_file_systems
+from weft.cluster.sagemaker_storage import DEFAULT_MOUNTS, check_mounts, link_mounts
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.reader import read_job
 
@@ -269,7 +269,10 @@ def test_entry_links_file_systems_to_their_channels(fsx: Path, tmp_path: Path) -
     efs.mkdir()
     mounts = mountinfo(fsx=(fsx, "lustre"), efs=(efs, "nfs4"))
     for _ in range(2):  # another rank, or a restart
-        assert link_file_systems({"fsx": fsx, "efs": efs, "web": fsx}, mounts, tmp_path) == []
+        assert (
+            link_mounts(DEFAULT_MOUNTS, {"fsx": fsx, "efs": efs, "web": fsx}, mounts, tmp_path)
+            == []
+        )
     assert (tmp_path / "fsx").readlink() == fsx
     assert (tmp_path / "efs").readlink() == efs
     assert not (tmp_path / "web").exists()
@@ -278,11 +281,11 @@ def test_entry_links_file_systems_to_their_channels(fsx: Path, tmp_path: Path) -
 def test_entry_channel_of_another_type_is_refused(fsx: Path, tmp_path: Path) -> None:
     """An S3 channel named fsx, or a file system of the wrong FileSystemType."""
     for mounts, kind in ((mountinfo(), "overlay"), (mountinfo(fsx=(fsx, "nfs4")), "nfs4")):
-        [error] = link_file_systems({"fsx": fsx}, mounts, tmp_path)
+        [error] = link_mounts(DEFAULT_MOUNTS, {"fsx": fsx}, mounts, tmp_path)
         assert str(error).startswith(
             f"channel fsx is not FSx for Lustre, but of type {kind}. Mount"
         )
-        assert "--launch.options fsx=" in error.remedy
+        assert "--launch.mounts./fsx fsx:fs-" in error.remedy
     assert not (tmp_path / "fsx").exists()
 
 
@@ -290,30 +293,47 @@ def test_entry_directory_of_the_image_is_refused(fsx: Path, tmp_path: Path) -> N
     """Training would write to the container's disk."""
     (tmp_path / "fsx").mkdir()
     mounts = mountinfo(fsx=(fsx, "lustre"))
-    [error] = link_file_systems({"fsx": fsx}, mounts, tmp_path)
+    [error] = link_mounts(DEFAULT_MOUNTS, {"fsx": fsx}, mounts, tmp_path)
     assert "remove /fsx from the image: it hides the channel fsx" in error.remedy
     own = mounts + "\n" + mountinfo(fsx=(tmp_path / "fsx", "lustre"))
-    assert link_file_systems({"fsx": fsx}, own, tmp_path) == []  # the image mounts it itself
+    assert (
+        link_mounts(DEFAULT_MOUNTS, {"fsx": fsx}, own, tmp_path) == []
+    )  # the image mounts it itself
+
+
+def test_entry_links_a_prefix_of_s3_to_its_directory(tmp_path: Path) -> None:
+    """An S3 channel has no type of its own, so only a directory of the image is refused."""
+    channel = tmp_path / "channel"
+    channel.mkdir()
+    mounts, channels = {"data-web": ("s3", "/data/web")}, {"data-web": channel}
+    assert link_mounts(mounts, channels, mountinfo(), tmp_path) == []
+    assert (tmp_path / "data/web").resolve() == channel
+    (tmp_path / "data/web").unlink()
+    (tmp_path / "data/web").mkdir()
+    [error] = link_mounts(mounts, channels, mountinfo(), tmp_path)
+    assert "remove /data/web from the image" in error.remedy
 
 
 def test_entry_link_that_cannot_be_made_is_reported(fsx: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    [error] = link_file_systems({"fsx": fsx}, mountinfo(fsx=(fsx, "lustre")), tmp_path / "file")
-    assert "Not a directory" in error.rule
+    [error] = link_mounts(
+        DEFAULT_MOUNTS, {"fsx": fsx}, mountinfo(fsx=(fsx, "lustre")), tmp_path / "file"
+    )
+    assert "File exists" in error.rule
     assert error.remedy.endswith("RUN ln -s /opt/ml/input/data/fsx /fsx")
 
 
 def test_entry_path_below_an_absent_mount_is_refused(fsx: Path, tmp_path: Path) -> None:
     overrides = [("checkpoint.dir", "/fsx/run"), ("data.tokenizer", "/efs/tokenizer.json")]
     job, _, _ = read_job("demo", overrides)
-    errors = check_mounts(job, mountinfo(), tmp_path)
+    errors = check_mounts(DEFAULT_MOUNTS, job, mountinfo(), tmp_path)
     assert [(error.key, error.value) for error in errors] == [
         ("checkpoint.dir", "/fsx/run"),
         ("data.tokenizer", "/efs/tokenizer.json"),
     ]
     assert errors[1].rule == "is below /efs, which is not EFS, but of type overlay"
     (tmp_path / "fsx").symlink_to(fsx)
-    errors = check_mounts(job, mountinfo(fsx=(fsx, "lustre")), tmp_path)
+    errors = check_mounts(DEFAULT_MOUNTS, job, mountinfo(fsx=(fsx, "lustre")), tmp_path)
     assert [error.key for error in errors] == ["data.tokenizer"]
 
 

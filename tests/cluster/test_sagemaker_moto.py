@@ -12,7 +12,7 @@ import pytest
 
 from tests import aws
 from tests.cluster.requests import own_recipe, request
-from tests.cluster.test_sagemaker import IMAGE, OPTIONS
+from tests.cluster.test_sagemaker import IMAGE, LAUNCH
 from tests.harness import ROOT
 from weft.cluster import sagemaker
 from weft.config.errors import InvalidConfig
@@ -63,13 +63,13 @@ def test_job_with_file_systems_is_created(
     mount = created["FileSystem"].get("LustreConfiguration", {}).get("MountName", "abcdefgh")
     efs = client("efs").create_file_system()["FileSystemId"]
     client("efs").create_mount_target(FileSystemId=efs, SubnetId=subnet)
-    storage = {"fsx": f"{fsx}:/{mount}", "efs": f"{efs}:/"}
+    storage = {"mounts": f"/fsx=fsx:{fsx}:/{mount},/efs=efs:{efs}:/"}
     job = request(
         IMAGE,
         ("data.path", "/fsx/texts"),
         ("data.tokenizer", "/efs/tokenizer.json"),
         ("checkpoint.dir", "/fsx/run"),
-        options=OPTIONS | storage | {"subnets": subnet, "security_groups": group, "retries": "2"},
+        launch=LAUNCH | storage | {"subnets": subnet, "security_groups": group},
         recipe=own_recipe(tmp_path),
         nodes=(2, 2),
     )
@@ -102,19 +102,19 @@ def test_job_with_file_systems_that_do_not_exist_is_refused(
 ) -> None:
     """Nothing is submitted, and both are reported at once."""
     subnet, group = network
-    storage = {"fsx": "fs-0123456789abcdef0:/abcdefgh", "efs": "fs-01234567:/"}
+    storage = {"mounts": "/fsx=fsx:fs-0123456789abcdef0:/abcdefgh,/efs=efs:fs-01234567:/"}
     job = request(
         IMAGE,
         ("data.path", "/fsx/texts"),
         ("data.tokenizer", "/efs/tokenizer.json"),
-        options=OPTIONS | storage | {"subnets": f"{subnet}+subnet-0", "security_groups": group},
+        launch=LAUNCH | storage | {"subnets": f"{subnet},subnet-0", "security_groups": group},
     )
     path = tmp_path / "launch.json"
     path.write_text(sagemaker.render(job))
     with pytest.raises(InvalidConfig) as caught:
         sagemaker.submit(path, job)
     keys = [error.key for error in caught.value.errors]
-    assert keys == [f"launch.options.{name}" for name in ("subnets", "fsx", "efs")]
+    assert keys == ["launch.subnets", "launch.mounts./fsx", "launch.mounts./efs"]
     jobs = client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
     name = json.loads(path.read_text())["TrainingJobName"]
     assert name not in [job["TrainingJobName"] for job in jobs]
@@ -128,8 +128,8 @@ def test_example_of_the_page_runs(
     section = page.partition("## Notebooks")[2].partition("\n## ")[0]
     submit, read = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    options = "\n".join(f'{name} = "{value}"' for name, value in OPTIONS.items())
-    image = f'[launch]\nimage = "{IMAGE[1]}"\n[launch.options]\n{options}\n'
+    keys = "\n".join(f'{name} = "{value}"' for name, value in LAUNCH.items())
+    image = f'[launch]\nimage = "{IMAGE[1]}"\n{keys}\n'
     (tmp_path / "mine.toml").write_text(
         f'extends = "demo"\n{image}[train]\nglobal_batch_size = 16\n'
     )

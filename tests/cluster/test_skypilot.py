@@ -15,20 +15,20 @@ from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from weft.cluster import skypilot
 from weft.train.environment import detect_environment
 
-OPTIONS = {"bucket": "s3://my-bucket"}
+LAUNCH = {"bucket": "s3://my-bucket"}
 IMAGE = ("launch.image", "registry/weft:1")
 SETUP = ("launch.setup", "source ~/venv/bin/activate")
 
 REQUESTS = {
-    "cpu": request(SETUP, options=OPTIONS | {"cpus": "8+", "memory": "32", "disk": "100"}),
+    "cpu": request(SETUP, launch=LAUNCH | {"cpus": "8+", "memory": "32", "disk": "100"}),
     "gpu": request(
         IMAGE,
         ("train.steps", "5"),
-        options=OPTIONS | {"accelerator": "H100", "infra": "aws/us-east-1"},
+        launch=LAUNCH | {"region": "us-east-1"},
         nodes=(2, 2),
         devices=8,
     ),
-    "spot": request(IMAGE, options=OPTIONS | {"accelerator": "L4", "spot": "true"}, devices=1),
+    "spot": request(IMAGE, ("run.cluster", "1x1xL4"), launch=LAUNCH | {"spot": "true"}, devices=1),
 }
 needs_sky = pytest.mark.skipif(shutil.which("sky") is None, reason="needs SkyPilot's command sky")
 
@@ -84,6 +84,7 @@ def test_task_has_the_requested_values() -> None:
         "num_nodes": 2,
         "resources": {
             "accelerators": "H100:8",
+            "network_tier": "best",
             "infra": "aws/us-east-1",
             "image_id": "docker:registry/weft:1",
             "job_recovery": {"recover_on_exit_codes": [75]},
@@ -91,8 +92,8 @@ def test_task_has_the_requested_values() -> None:
         "file_mounts": {"/runs": {"source": "s3://my-bucket", "mode": "MOUNT_CACHED"}},
     }
     assert run == (
-        "set -e\nexec weft train demo \\\n  --train.steps 5 \\\n  --run.dir /runs/small-run \\\n"
-        "  --checkpoint.dir s3://my-bucket/small-run/checkpoints\n"
+        "set -e\nexec weft train demo \\\n  --train.steps 5 \\\n  --run.cluster 2x8xH100 \\\n"
+        "  --run.dir /runs/small-run \\\n  --checkpoint.dir s3://my-bucket/small-run/checkpoints\n"
     )
     assert task(skypilot.render(REQUESTS["spot"]))["resources"]["use_spot"] is True
 
@@ -106,7 +107,7 @@ def test_task_on_cpus_has_no_accelerators() -> None:
 
 
 def test_task_remote_checkpoints_stay_there() -> None:
-    launch_request = request(IMAGE, ("checkpoint.dir", "s3://other/x"), options=OPTIONS)
+    launch_request = request(IMAGE, ("checkpoint.dir", "s3://other/x"), launch=LAUNCH)
     run = task(skypilot.render(launch_request))["run"]
     assert "--checkpoint.dir s3://other/x" in run
     assert "my-bucket" not in run
@@ -114,7 +115,7 @@ def test_task_remote_checkpoints_stay_there() -> None:
 
 def test_task_carries_a_local_recipe(tmp_path: Path) -> None:
     """The node's shell writes the recipe to the path in the command."""
-    result = task(skypilot.render(request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))))
+    result = task(skypilot.render(request(IMAGE, launch=LAUNCH, recipe=own_recipe(tmp_path))))
     home = tmp_path / "home"
     (home / "bin").mkdir(parents=True)
     weft = home / "bin/weft"
@@ -140,11 +141,9 @@ def test_task_nodes_find_each_other() -> None:
 
 
 def test_task_each_mistake_is_reported() -> None:
-    launch_request = request(
-        options={"bucket": "gs://b", "spot": "yes", "disk": "big"}, nodes=(1, 2), devices=8
-    )
+    launch_request = request(launch={"bucket": "gs://b", "memory": "big"}, nodes=(1, 2), devices=8)
     text = format_errors(skypilot.find_errors(launch_request))
-    for part in ("accelerator is missing", "bucket", "spot", "disk", "run.nodes", "launch.setup"):
+    for part in ("bucket", "memory", "run.nodes", "launch.setup"):
         assert part in text
 
 

@@ -20,12 +20,9 @@ from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import slurm
 from weft.cluster.job_request import (
-    INTEGER_PATTERN,
     JobRequest,
-    Option,
     build_script,
     check_name,
-    check_options,
     format_command,
     parse_duration,
     run_cli,
@@ -79,7 +76,6 @@ def test_launch_several_mistakes_are_reported_at_once(
         'optim.lr="x"',
         "train.seq_len=256 is not divisible by tp=3",
         'launch.time_limit="1 day" must be D-HH:MM:SS',
-        'launch.image="a/b"',
         'launch.options.nodes="3" is an option that weft sets. Remove it: run.nodes',
         "launch.options.Partition",
     ):
@@ -450,26 +446,6 @@ def test_seconds_of_a_duration_are_parsed() -> None:
     for text in ("90", "1:00", "00:60:00", "1-", "-1:00:00"):
         with pytest.raises(ValueError, match="must be D-HH:MM:SS or HH:MM:SS"):
             parse_duration(text)
-
-
-def test_common_problems_several_mistakes_are_reported_at_once() -> None:
-    launch_request = request(
-        ("launch.time_limit", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"}
-    )
-    known = {
-        "bucket": Option("where to"),
-        "role": Option("who"),
-        "disk": Option("", INTEGER_PATTERN, "no"),
-    }
-    text = format_errors(check_options(launch_request, known, ["bucket"], r"\w+"))
-    assert (
-        "launch.options.buckte=\"b\" is not an option of this cluster. Did you mean 'bucket'?"
-        in text
-    )
-    assert "launch.options.bucket is missing. Give --launch.options.bucket VALUE: where to" in text
-    assert "launch.options.role" in text
-    assert 'launch.options.disk="x" no' in text
-    assert "launch.time_limit" in text
 
 
 def test_command_has_the_words_of_the_request() -> None:

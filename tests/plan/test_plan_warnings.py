@@ -36,7 +36,10 @@ ALWAYS_EFFECTIVE = frozenset(
         "monitor": "log_interval trackers layer_grad_norms webhook report spans attention_logits",
         "profile": "steps",
         "debug": "layer_stats_steps deterministic autograd_anomaly",
-        "launch": "time_limit image setup options",
+        "launch": "time_limit image setup mounts env secrets bucket instance_type region network "
+        "queue priority reservation topology node_labels tolerations exclude cpus memory "
+        "disk spot role subnets security_groups namespace kind pull_secrets labels "
+        "container price_per_gpu_hour options srun_options patch",
     }.items()
     for name in names.split()
 )

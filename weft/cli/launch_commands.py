@@ -6,13 +6,14 @@ scheduled again.
 
   weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time_limit 12:00:00
   weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 --run.dir runs/mine \
-    --launch.options partition=gpu,account=mine --dry-run
+    --launch.queue gpu --launch.options account=mine --dry-run
   weft job status runs/mine
   weft job logs runs/mine --follow
   weft job cancel runs/mine
 
 --nodes N requests N nodes, MIN:MAX as many as are available.  run.cluster names the devices of a
-node (--run.device cpu: no GPUs).  The keys of [launch] request the rest.
+node (--run.device cpu: no GPUs).  The keys of [launch] place the job: image, mounts, secrets,
+queue, ...
 Override any key as --section.key value; 'weft train --help' lists the keys.
 """
 

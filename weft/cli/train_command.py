@@ -36,7 +36,9 @@ def run_train(options: argparse.Namespace) -> int:
     from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
     from weft.train.machine import is_launched_rank
+    from weft.train.secrets import resolve_secrets
 
+    resolve_secrets()
     if options.json and not options.dry_run:
         options.errors.add("--json", "needs --dry-run", "add --dry-run", value=True)
     base, plan = prepare_job(options.recipe, options.overrides, options.errors, adopt_paths)

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from weft.cluster import FAILED, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
-from weft.config.errors import ConfigError, ConfigErrors, WeftError, suggest
+from weft.cluster.job_placement import RUNS, Placement, make_placement, merge_documents
+from weft.config.errors import ConfigError, ConfigErrors, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, flatten
 
@@ -49,6 +51,18 @@ class JobRequest:
         """``launch.time_limit``, if `check_duration` finds no error."""
         return parse_duration(self.job.launch.time_limit)
 
+    @cached_property
+    def placement(self) -> Placement:
+        """The parsed keys of ``[launch]``."""
+        return make_placement(self.job.launch)
+
+    @property
+    def node_run_dir(self) -> str:
+        """Run directory in the containers: ``run.dir`` if a mount has it, else in /runs."""
+        mount = self.placement.find_mount(str(self.run_dir))
+        is_mounted = mount is not None and mount.kind != "image"
+        return str(self.run_dir) if is_mounted else f"{RUNS}/{self.name}"
+
     def command(self, recipe: str, **changes: str) -> list[str]:
         """Return the words of the command, with this recipe and with changed keys."""
         pairs = {**self.overrides, **changes}
@@ -63,6 +77,9 @@ class Cluster(Protocol):
 
     def find_errors(self, request: JobRequest) -> list[ConfigError]:
         """Return the configuration errors of a request."""
+
+    def find_warnings(self, request: JobRequest) -> Iterator[str]:
+        """Yield what the user should know before the submission."""
 
     def render(self, request: JobRequest) -> str:
         """Return the script or manifest."""
@@ -112,50 +129,6 @@ def check_duration(text: str, key: str = "launch.time_limit") -> list[ConfigErro
         rule = str(error)
     remedy = "use a duration such as 12:00:00"
     return [ConfigError(key, text, rule, remedy)] if rule else []
-
-
-class Option(NamedTuple):
-    """One of ``launch.options``: its meaning, and the rule of its values."""
-
-    meaning: str
-    pattern: str = ""
-    rule: str = ""
-    remedy: str = ""
-
-
-# For options that are integers, or booleans.
-INTEGER_PATTERN = "[0-9]+"
-BOOLEAN_RULE = ("true|false", "must be true or false", "use true or false")
-
-
-def check_options(
-    request: JobRequest, known: Mapping[str, Option], required: Sequence[str], pattern: str
-) -> ConfigErrors:
-    """Return the errors of the launch section, for clusters with a manifest.
-
-    Args:
-        request: has the job whose launch section is checked.
-        known: the options of the cluster.
-        required: names of the required options.
-        pattern: regular expression that all values must match.
-    """
-    launch, errors = request.job.launch, ConfigErrors(request.job)
-    for name, value in launch.options.items():
-        key = f"launch.options.{name}"
-        if name not in known:
-            rule = "is not an option of this cluster"
-            errors.add(key, rule, suggest(name, known))
-        elif not re.fullmatch(pattern, value):
-            rule = f"has invalid characters; it must match {pattern}"
-            errors.add(key, rule, "remove the other characters")
-        elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
-            errors.add(key, known[name].rule, known[name].remedy)
-    for name in required:
-        if name not in launch.options:
-            remedy = f"give --launch.options.{name} VALUE: {known[name].meaning}"
-            errors.add(f"launch.options.{name}", "is missing", remedy)
-    errors += check_duration(launch.time_limit)
-    return errors
 
 
 def check_fixed_nodes(request: JobRequest, rule: str) -> list[ConfigError]:
@@ -250,7 +223,7 @@ def render_manifest(
 
     Args:
         template: see `render_template`.
-        request: its name and ``launch.options`` are variables of the template.
+        request: its name, section ``launch`` and placement are variables of the template.
         location: where the nodes store the run, for the comment.
         submit_line: shell command that submits the manifest, for the comment.
         **values: further variables.
@@ -258,13 +231,15 @@ def render_manifest(
     import yaml
 
     style: dict[str, Any] = {"default_style": '"', "default_flow_style": True, "width": math.inf}
-    variables = {"name": request.name, "options": request.job.launch.options} | values
+    launch = request.job.launch
+    variables = {"name": request.name, "launch": launch, "placement": request.placement} | values
     text = render_template(
         template, lambda value: yaml.safe_dump(value, **style).strip(), **variables
     )
     head = f"Nodes of the run {request.name}; its directory is {location}.\n"
     head += f"{request.run_dir} on the submitting machine only has the record of this launch."
-    return to_yaml(list(yaml.safe_load_all(text)), f"{head}\n{submit_line}")
+    documents = merge_documents(list(yaml.safe_load_all(text)), launch.patch)
+    return to_yaml(documents, f"{head}\n{submit_line}")
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:
@@ -272,7 +247,9 @@ def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """Dumper that writes multi-line strings as blocks."""
+        """Dumper that writes multi-line strings as blocks, and equal values twice."""
+
+        ignore_aliases = staticmethod(lambda data: True)
 
     def represent_string(dumper: Any, value: str) -> Any:
         style = "|" if "\n" in value else None

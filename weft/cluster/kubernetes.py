@@ -16,14 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weft.cluster.job_placement import Mount, check_placement
 from weft.cluster.job_request import (
-    INTEGER_PATTERN,
     RUN_DIR,
     JobRequest,
-    Option,
     build_script,
+    check_duration,
     check_name,
-    check_options,
     format_command,
     render_manifest,
     run_cli,
@@ -33,79 +32,99 @@ from weft.cluster.job_request import (
 )
 from weft.config.errors import ConfigErrors, WeftError
 from weft.train.environment import PORT
+from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".yaml"
-KINDS = ("trainjob", "jobset")
-OPTIONS = {
-    "kind": Option(
-        "trainjob (Kubeflow Trainer v2) or jobset",
-        "|".join(KINDS),
-        "must be trainjob or jobset",
-        "use trainjob or jobset",
-    ),
-    "claim": Option("PersistentVolumeClaim that all nodes share (ReadWriteMany), mounted at /runs"),
-    "namespace": Option("namespace; default: that of kubectl"),
-    "cpu": Option("cores per node"),
-    "memory": Option("memory per node: 64Gi"),
-    "efa": Option(
-        "EFA devices per node: 32 on a p5.48xlarge",
-        INTEGER_PATTERN,
-        "must be an integer",
-        "use a number such as 32",
-    ),
-    "account": Option("service account of the pods"),
-}
 REMEDY = "see https://kubernetes.io/docs/tasks/tools"
 # Time for the ranks to finish a step and save after Kubernetes ends a pod.
 GRACE_SECONDS = 600
 # Restarts after a lost, unhealthy or hung pod (not status 0, 1, 2 or 75, and no disruption).
 MAX_LOST_NODES = 6
+INSTANCE_LABEL, HOST_LABEL = "node.kubernetes.io/instance-type", "kubernetes.io/hostname"
+QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-{}-topology"
 
 
 def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
-    errors = check_options(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
-    errors += check_name(request, f"/runs/{request.name} in the claim")
+    launch = request.job.launch
+    errors = check_placement("kubernetes", request.job, [])
+    errors += check_duration(launch.time_limit)
+    if request.node_run_dir.startswith("/runs/"):
+        errors += check_name(request, f"{request.node_run_dir} in the pods")
+        if request.placement.find_mount("/runs") is None:
+            rule = "is missing: the pods need a directory for the run"
+            remedy = (
+                "give --launch.mounts./runs VALUE: pvc:CLAIM, a PersistentVolumeClaim that all "
+            )
+            errors.add("launch.mounts./runs", rule, remedy + "nodes can write (ReadWriteMany)")
     if request.name[:1].isdigit():
         rule = f"names the run {request.name}, but a name in Kubernetes must begin with a letter"
         remedy = (
             f"use another --run.dir, such as {request.run_dir.with_name(f'run-{request.name}')}"
         )
         errors.add("run.dir", rule, remedy, value=str(request.run_dir))
-    if request.job.launch.image == "auto":
+    if launch.topology and not launch.queue:
+        rule = "needs Kueue, which places the pods of its queues"
+        errors.add("launch.topology", rule, "give --launch.queue VALUE, or remove it")
+    if launch.image == "auto":
         rule = "is not possible: neither Kubernetes nor Kubeflow has an image with weft"
         remedy = "give --launch.image VALUE, an image with weft: see docs/kubernetes.md"
         errors.add("launch.image", rule, remedy)
     return errors
 
 
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield a warning if the pods are of a low QoS class."""
+    launch = request.job.launch
+    missing = [f"launch.{name}" for name in ("cpus", "memory") if not getattr(launch, name)]
+    if missing:
+        yield (
+            f"{' and '.join(missing)} are not given, so the pods are not of the QoS class "
+            "Guaranteed, and Kubernetes evicts them first if a node lacks memory. Give nearly all "
+            "cores and GiB of a node."
+        )
+
+
 def render(request: JobRequest) -> str:
     """Return the manifest: the recipe unless it is a shipped one, and the job."""
-    launch, recipe = request.job.launch, standalone_recipe(request)
+    launch, placement, recipe = request.job.launch, request.placement, standalone_recipe(request)
     min_nodes, max_nodes = request.nodes
     words = request.command(
         request.recipe if recipe is None else "/etc/weft/recipe.toml",
-        **{RUN_DIR: f"/runs/{request.name}"},
+        **{RUN_DIR: request.node_run_dir},
     )
     if launch.setup:
         script = build_script(launch.setup, format_command(words, "  ")) + "\n"
         words = ["bash", "-c", script]
-    limits = {name: value for name, value in launch.options.items() if name in ("cpu", "memory")}
-    if request.devices:
-        limits["nvidia.com/gpu"] = str(request.devices)
-    if "efa" in launch.options:
-        limits["vpc.amazonaws.com/efa"] = launch.options["efa"]
-    space = f" -n {launch.options['namespace']}" if "namespace" in launch.options else ""
+    queue = {QUEUE_LABEL: launch.queue, PRIORITY_LABEL: launch.priority}
+    mode, _, level = str(launch.topology).partition(":")
+    env = {**launch.env}
+    if placement.efa:
+        # libfabric's huge pages would need a separate limit, and they fail after a fork.
+        env.setdefault("FI_EFA_USE_HUGE_PAGE", "0")
+    if references := placement.references("secretsmanager"):
+        env[REFERENCES_VARIABLE] = encode_references(references)
+    secrets = placement.references("k8s-secret")
+    space = f" -n {launch.namespace}" if launch.namespace else ""
     return render_manifest(
         "kubernetes.yaml.j2",
         request,
-        f"/runs/{request.name} in the claim",
+        f"{request.node_run_dir} in the pods",
         f"kubectl apply{space} -f FILE",
-        kind=launch.options.get("kind", KINDS[0]),
+        kind=launch.kind,
         recipe=recipe,
-        image=launch.image,
         command=words,
-        limits=limits,
+        labels=launch.labels,
+        pull_secrets=launch.pull_secrets,
+        job_labels={**launch.labels, **{label: each for label, each in queue.items() if each}},
+        annotations={TOPOLOGY_ANNOTATION.format(mode): level} if level else {},
+        node_terms=list(_node_terms(request)),
+        tolerations=[_tolerate(taint) for taint in launch.tolerations],
+        env=env,
+        secrets={name: reference.split("/", 1) for name, reference in secrets.items()},
+        volumes=[_volume(mount) for mount in placement.mounts if mount.kind != "image"],
+        resources=_resources(request),
         nodes=str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
         max_nodes=max_nodes,
         seconds=request.time_limit_seconds,
@@ -113,6 +132,49 @@ def render(request: JobRequest) -> str:
         MAX_LOST_NODES=MAX_LOST_NODES,
         PORT=PORT,
     )
+
+
+def _volume(mount: Mount) -> tuple[Mount, str, str]:
+    """Return a mount, its claim (empty: a directory of the host), and its directory."""
+    if mount.kind == "host":
+        return mount, "", mount.source
+    claim, _, directory = mount.source.partition("/")
+    return mount, claim, directory
+
+
+def _node_terms(request: JobRequest) -> Iterator[dict[str, Any]]:
+    """Yield the conditions that a node must meet."""
+    launch, placement = request.job.launch, request.placement
+    labels = {**launch.node_labels}
+    if launch.instance_type:
+        labels.setdefault(INSTANCE_LABEL, launch.instance_type)
+    for label, value in labels.items():
+        yield {"key": label, "operator": "In", "values": value.split("|")}
+    if placement.exclude:
+        yield {"key": HOST_LABEL, "operator": "NotIn", "values": list(placement.exclude)}
+
+
+def _tolerate(taint: str) -> dict[str, str]:
+    """Return the toleration of a taint, with any effect."""
+    key, has_value, value = taint.partition("=")
+    if has_value:
+        return {"key": key, "operator": "Equal", "value": value}
+    return {"key": key, "operator": "Exists"}
+
+
+def _resources(request: JobRequest) -> dict[str, Any]:
+    """Return the resources of a pod, whose requests equal its limits."""
+    launch = request.job.launch
+    limits = {}
+    if launch.cpus:
+        limits["cpu"] = str(launch.cpus)
+    if launch.memory:
+        limits["memory"] = f"{launch.memory}Gi"
+    if request.devices:
+        limits["nvidia.com/gpu"] = str(request.devices)
+    if request.placement.efa:
+        limits["vpc.amazonaws.com/efa"] = str(request.placement.efa)
+    return {"requests": limits, "limits": limits} if limits else {}
 
 
 # --------------------------------------------------------------------------- checking
@@ -167,8 +229,7 @@ def _find_dropped_fields(given: Any, parsed: Any, path: str) -> Iterator[str]:
 
 def submit(path: Path, request: JobRequest) -> str:
     """Submit the manifest; return NAMESPACE/KIND/NAME (no NAMESPACE: kubectl's own)."""
-    options = request.job.launch.options
-    space, kind = options.get("namespace", ""), options.get("kind", KINDS[0])
+    space, kind = request.job.launch.namespace, request.job.launch.kind
     if _kubectl(space, "get", kind, request.name, "--ignore-not-found", "-o", "name").strip():
         remedy = "use weft job cancel, kubectl delete, or another --run.dir"
         raise WeftError(f"{kind} {request.name} already exists; {remedy}")

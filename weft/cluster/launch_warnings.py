@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from weft.cluster import hyperpod
+from weft.cluster.job_placement import find_unused_keys
 from weft.cluster.job_request import JobRequest
+from weft.cluster.submit import get_cluster
 
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100
@@ -14,9 +15,8 @@ MAX_LOST_INTERVALS = 100
 
 def print_warnings(on: str, request: JobRequest) -> None:
     """Print the warnings about a request on stderr."""
-    warnings = [*find_warnings(request)]
-    if on == "slurm":
-        warnings += hyperpod.find_warnings(request)
+    warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
+    warnings += get_cluster(on).find_warnings(request)
     for warning in warnings:
         print(f"weft: warning: {warning}", file=sys.stderr)
 

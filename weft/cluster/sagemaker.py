@@ -10,7 +10,9 @@ botocore (the core of boto3) ships the published model of the API, which validat
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,20 +21,28 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.cloudwatch import metric_definitions
+from weft.cluster.job_placement import check_placement, find_paths, merge_fields, read_patch
 from weft.cluster.job_request import (
     RUN_DIR,
     JobRequest,
     build_script,
+    check_duration,
     check_fixed_nodes,
     check_name,
-    parse_duration,
     standalone_recipe,
     warn_unchecked,
 )
-from weft.cluster.sagemaker_options import check_sagemaker_options, s3_data, time_limits
-from weft.cluster.sagemaker_request import check_request
-from weft.cluster.sagemaker_storage import CHANNELS, make_channels, verify_file_systems
-from weft.config.errors import ConfigErrors, WeftError
+from weft.cluster.sagemaker_request import check_request, instance_types
+from weft.cluster.sagemaker_storage import (
+    CHANNELS,
+    FILE_SYSTEMS,
+    MOUNTS_VARIABLE,
+    encode_mounts,
+    verify_file_systems,
+)
+from weft.config.errors import ConfigErrors, WeftError, suggest
+from weft.config.schema import Job
+from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".json"
 RUN = "/opt/ml/checkpoints"  # the run directory in the container
@@ -41,14 +51,18 @@ FINAL_STATES = ("Completed", "Failed", "Stopped")
 INSTALL = "pip install 'weft[sagemaker]'"
 # Between requests while following a log; an event may arrive this much later than a newer one.
 POLL_SECONDS, LATE_MILLISECONDS = 5.0, 60_000
+DAY, MAX_DAYS = 86400, 28
+DISK_GB = 100  # of an instance, unless launch.disk has another number
+# A job writes below these directories, so a file system with one of them is mounted read-write.
+WRITTEN_KEYS = ("checkpoint.dir", "checkpoint.local_dir", "data.cache_dir", "compile.cache_dir")
 
 
 def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
-    launch = request.job.launch
-    errors = check_sagemaker_options(request)
-    bucket = launch.options.get("bucket", "BUCKET")
-    errors += check_name(request, f"s3://{bucket}/weft/{request.name}")
+    launch, errors = request.job.launch, ConfigErrors(request.job)
+    errors += check_placement("sagemaker", request.job, ["role", "instance_type", "bucket"])
+    errors += _check_time_limit(request) + _check_instances(request) + _check_network(request)
+    errors += check_name(request, f"{launch.bucket or 's3://BUCKET'}/weft/{request.name}")
     errors += check_fixed_nodes(
         request, "is a range, but SageMaker starts a fixed number of instances"
     )
@@ -59,20 +73,81 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
+def _check_time_limit(request: JobRequest) -> ConfigErrors:
+    """Check the time limit, which SageMaker bounds."""
+    errors = ConfigErrors(request.job)
+    errors += check_duration(request.job.launch.time_limit)
+    if not errors and request.time_limit_seconds > MAX_DAYS * DAY:
+        rule = f"is longer than {MAX_DAYS} days, SageMaker's maximum"
+        errors.add("launch.time_limit", rule, f"use at most {MAX_DAYS}-00:00:00")
+    return errors
+
+
+def _check_instances(request: JobRequest) -> ConfigErrors:
+    """Check the instance types, also against those that the API knows."""
+    launch, errors = request.job.launch, ConfigErrors(request.job)
+    types, key = launch.instance_type.split("+"), "launch.instance_type"
+    with suppress(ImportError):  # `check` warns
+        for name in types:
+            if name.startswith("ml.") and name not in (known := instance_types()):
+                family = f"{name.rpartition('.')[0]}."
+                near = [each for each in known if each.startswith(family)]
+                near = near or difflib.get_close_matches(name, known, 5) or known
+                remedy = f"{suggest(name, near)}; a newer botocore may know more types"
+                errors.add(key, "is not an instance type of training jobs", remedy, value=name)
+    if len(set(types)) < len(types):
+        errors.add(key, "names a type twice", f"use {'+'.join(dict.fromkeys(types))}")
+    if len(types) > 1 and launch.spot:
+        rule = "must be a single type with spot nodes: SageMaker chooses only on-demand instances"
+        errors.add(key, rule, f"use {types[0]}, or launch.spot=false")
+    return errors
+
+
+def _check_network(request: JobRequest) -> ConfigErrors:
+    """Check the VPC, which file systems need, and paths that do not exist yet."""
+    launch, errors = request.job.launch, ConfigErrors(request.job)
+    names = ("subnets", "security_groups")
+    for given, other in (names, names[::-1]):
+        if getattr(launch, given) and not getattr(launch, other):
+            rule = f"must be given together with {other}"
+            errors.add(f"launch.{given}", rule, f"give --launch.{other} VALUE, of the same VPC")
+    for mount in request.placement.mounts:
+        if mount.kind in FILE_SYSTEMS and not launch.subnets and not launch.security_groups:
+            rule = "requires subnets and security_groups: SageMaker mounts it inside a VPC"
+            remedy = "give --launch.subnets VALUE of the file system's VPC and "
+            remedy += "--launch.security_groups VALUE that reach it"
+            errors.add(f"launch.mounts.{mount.path}", rule, remedy)
+        if mount.kind != "image" and any(
+            f" {mount.path}/" in f" {line}" for line in request.job.launch.setup
+        ):
+            rule = f"has a path below {mount.path}, which does not exist before weft starts"
+            errors.add("launch.setup", rule, f"use {CHANNELS}/{mount.name}")
+    return errors
+
+
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield no warnings."""
+    return iter(())
+
+
 # --------------------------------------------------------------------------- the request
 
 
 def render(request: JobRequest) -> str:
-    """Return the request; the job's name has the time, because it must be unique."""
-    job, options, home = request.job, request.job.launch.options, _s3_prefix(request)
+    """Return the request; the job's name has the time, because it must be unique.
+
+    Raises:
+        InvalidConfig: if the file of ``launch.patch`` cannot be merged.
+    """
+    job, launch, home = request.job, request.job.launch, _s3_prefix(request)
     entry = ["python", "-m", "weft.cluster.sagemaker_entry"]
-    if job.launch.setup:
-        entry = ["bash", "-c", build_script(job.launch.setup, " ".join(entry))]
+    if launch.setup:
+        entry = ["bash", "-c", build_script(launch.setup, " ".join(entry))]
     body: dict[str, Any] = {
         "TrainingJobName": f"{request.name}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}",
-        "RoleArn": options["role"],
+        "RoleArn": launch.role,
         "AlgorithmSpecification": {
-            "TrainingImage": job.launch.image,
+            "TrainingImage": launch.image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": entry,
             "MetricDefinitions": metric_definitions(job),
@@ -81,28 +156,42 @@ def render(request: JobRequest) -> str:
         "ResourceConfig": _resources(request),
         "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
         "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": RUN},
-        "StoppingCondition": time_limits(request),
+        "StoppingCondition": {"MaxRuntimeInSeconds": request.time_limit_seconds},
     }
+    if request.devices:  # SageMaker's own checks of the nodes and their network before the job
+        body["InfraCheckConfig"] = {"EnableInfraCheck": True}
     if channels := _channels(request):
         body["InputDataConfig"] = channels
-    if "subnets" in options:
+    if environment := _environment(request):
+        body["Environment"] = environment
+    if launch.subnets:
         body["VpcConfig"] = {
-            "Subnets": options["subnets"].split("+"),
-            "SecurityGroupIds": options["security_groups"].split("+"),
+            "Subnets": list(launch.subnets),
+            "SecurityGroupIds": list(launch.security_groups),
         }
-    if options.get("spot") == "true":
+    if launch.spot:
         body["EnableManagedSpotTraining"] = True
-    if "retries" in options:
-        body["RetryStrategy"] = {"MaximumRetryAttempts": int(options["retries"])}
+        # With the time that the job waits for instances.
+        body["StoppingCondition"]["MaxWaitTimeInSeconds"] = 2 * request.time_limit_seconds
     if "tensorboard" in job.monitor.trackers:
         tensorboard = {"S3OutputPath": f"{home}/tensorboard", "LocalPath": f"{RUN}/tensorboard"}
         body["TensorBoardOutputConfig"] = tensorboard
-    if "kms_key" in options:
-        body["OutputDataConfig"]["KmsKeyId"] = options["kms_key"]
-    if "tags" in options:
-        pairs = [tag.partition(":") for tag in options["tags"].split("+")]
-        body["Tags"] = [{"Key": key, "Value": value} for key, _, value in pairs]
+    if launch.labels:
+        body["Tags"] = [{"Key": key, "Value": value} for key, value in launch.labels.items()]
+    for patch in read_patch(launch.patch):
+        body = merge_fields(body, patch)
     return json.dumps(body, indent=2) + "\n"
+
+
+def _environment(request: JobRequest) -> dict[str, str]:
+    """Return the variables of the containers."""
+    launch, placement = request.job.launch, request.placement
+    environment = {**launch.env}
+    if references := placement.references("secretsmanager"):
+        environment[REFERENCES_VARIABLE] = encode_references(references)
+    if text := encode_mounts(placement.mounts):
+        environment[MOUNTS_VARIABLE] = text
+    return environment
 
 
 def _hyperparameters(request: JobRequest) -> dict[str, str]:
@@ -118,27 +207,49 @@ def _hyperparameters(request: JobRequest) -> dict[str, str]:
     return parameters
 
 
+def s3_data(job: Job) -> str | None:
+    """Return ``data.path`` if it is a prefix in S3, which becomes a channel."""
+    path = job.data.path
+    is_prefix = path.startswith("s3://") and not re.search(r"[*?\[]", path)
+    return path if is_prefix and not job.data.is_mixture else None
+
+
 def _channels(request: JobRequest) -> list[dict[str, Any]]:
-    """Return the input channels: recipe, data in S3, and file systems."""
+    """Return the input channels: recipe, data in S3, and the mounts."""
     sources = []  # name, location and input mode
     if standalone_recipe(request) is not None:
         sources.append(("recipe", f"{_s3_prefix(request)}/recipe/", "File"))
     if data := s3_data(request.job):
-        mode = request.job.launch.options.get("input_mode", "FastFile")
-        sources.append(("training", data, mode))
+        sources.append(("training", data, "FastFile"))
+    mounts = request.placement.mounts
+    sources += [(m.name, f"s3://{m.source}", "FastFile") for m in mounts if m.kind == "s3"]
     channels = []
     for name, uri, mode in sources:
         source = {"S3DataType": "S3Prefix", "S3Uri": uri}
         source["S3DataDistributionType"] = "FullyReplicated"
         channel = {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
         channels.append(channel)
-    return [*channels, *make_channels(request.job)]
+    written = [path for key, path in find_paths(request.job) if key in WRITTEN_KEYS]
+    written_mounts = [request.placement.find_mount(path) for path in written]
+    for mount in mounts:
+        if mount.kind in FILE_SYSTEMS:
+            id, _, directory = mount.source.partition(":")
+            system = {
+                "FileSystemId": id,
+                "FileSystemAccessMode": "rw" if mount in written_mounts else "ro",
+                "FileSystemType": FILE_SYSTEMS[mount.kind].type,
+                "DirectoryPath": directory,
+            }
+            channels.append(
+                {"ChannelName": mount.name, "DataSource": {"FileSystemDataSource": system}}
+            )
+    return channels
 
 
 def _resources(request: JobRequest) -> dict[str, Any]:
     """Return the instances and their disks."""
-    options = request.job.launch.options
-    types, plan = options["instance_type"].split("+"), options.get("training_plan")
+    launch = request.job.launch
+    types, plan = launch.instance_type.split("+"), launch.reservation
     resources: dict[str, Any] = {"InstanceCount": request.nodes[1]}
     if len(types) == 1:
         resources["InstanceType"] = types[0]
@@ -148,26 +259,12 @@ def _resources(request: JobRequest) -> dict[str, Any]:
         resources["InstancePreferences"] = [{"InstanceType": name} for name in types]
         if plan:
             resources["InstancePreferences"][0]["TrainingPlanArns"] = [plan]
-    resources["VolumeSizeInGB"] = int(options.get("volume", "100"))
-    if "keep_alive" in options:
-        resources["KeepAlivePeriodInSeconds"] = parse_duration(options["keep_alive"])
-    if "kms_key" in options and not any(map(has_local_disks, types)):
-        resources["VolumeKmsKeyId"] = options["kms_key"]
+    resources["VolumeSizeInGB"] = launch.disk or DISK_GB
     return resources
 
 
-def has_local_disks(instance_type: str) -> bool:
-    """Return True for a type with local disks, whose volumes cannot have a key.
-
-    Hardware encrypts these disks.  The rule is that of Amazon's Python SDK (a "d" in the family,
-    as in p4d, or g5), with the families that came later.
-    """
-    family = instance_type.split(".")[1]
-    return "d" in family or family.startswith(("g5", "g6", "g7", "p5", "p6", "trn"))
-
-
 def _s3_prefix(request: JobRequest) -> str:
-    return f"s3://{request.job.launch.options['bucket']}/weft/{request.name}"
+    return f"{request.job.launch.bucket.rstrip('/')}/weft/{request.name}"
 
 
 def check(text: str) -> list[str]:
@@ -193,7 +290,7 @@ def submit(path: Path, request: JobRequest) -> str:
         WeftError: if AWS refuses a request.
     """
     body, recipe = json.loads(path.read_text("utf-8")), standalone_recipe(request)
-    with connect_aws(request.job.launch.options.get("region")) as client:
+    with connect_aws(request.job.launch.region or None) as client:
         verify_file_systems(client, request).raise_any()
         if recipe is not None:
             bucket, _, prefix = _s3_prefix(request).removeprefix("s3://").partition("/")

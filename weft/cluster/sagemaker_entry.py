@@ -16,7 +16,8 @@ In both cases this process only supervises a child process, so that it can repor
 
 *hyperparameters*: ``recipe`` names the recipe; all others are ``--section.key value``.
 *data*: ``data.path`` is the channel ``training`` or ``train``, if one exists.
-*file systems*: ``/fsx`` and ``/efs`` become links to the channels ``fsx`` and ``efs``.
+*mounts*: the directories of ``launch.mounts`` become links to their channels; ``/fsx`` and ``/efs``
+to the channels ``fsx`` and ``efs``.
 *run directory*: ``/opt/ml/checkpoints``, which SageMaker copies to S3 while a job runs, and back
 when it restarts the job, so that the run resumes.
 *success*: the first rank exports the model into ``/opt/ml/model``.
@@ -49,7 +50,7 @@ from weft.cluster import FAILED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
 from weft.cluster.network_probes import read_text
 from weft.cluster.rank_exit import read_error_reports
-from weft.cluster.sagemaker_storage import check_mounts, link_file_systems
+from weft.cluster.sagemaker_storage import check_mounts, decode_mounts, link_mounts
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.config.schema import Job
@@ -341,10 +342,10 @@ def main() -> None:
     try:
         arguments = sys.argv[1:]
         pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
-        mounts = read_text(Path("/proc/self/mountinfo"))
-        link_file_systems(container.channels, mounts, Path("/")).raise_any()
+        mounts, table = decode_mounts(environment), read_text(Path("/proc/self/mountinfo"))
+        link_mounts(mounts, container.channels, table, Path("/")).raise_any()
         arguments, job = train_arguments(pairs, container)
-        check_mounts(job, mounts, Path("/")).raise_any()
+        check_mounts(mounts, job, table, Path("/")).raise_any()
         environment |= {
             "SM_HOSTS": json.dumps(container.hosts),
             "SM_CURRENT_HOST": container.host,

@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 # By the beginning of a field's path; the longest one applies.
 ORIGINS = {
     "TrainingJobName": Origin("run.dir", "end it in a short name of a to z, digits and '-'"),
-    "RoleArn": Origin("launch.options.role", "use arn:aws:iam::ACCOUNT:role/NAME"),
+    "RoleArn": Origin("launch.role", "use arn:aws:iam::ACCOUNT:role/NAME"),
     "AlgorithmSpecification.TrainingImage": Origin("launch.image", "use at most 255 characters"),
     "AlgorithmSpecification.ContainerEntrypoint": Origin(
         "launch.setup", "put its lines into the image, for SageMaker limits the script"
@@ -43,39 +43,27 @@ ORIGINS = {
     "HyperParameters": Origin(
         "the command line", "put keys into a recipe of your own, which weft uploads"
     ),
+    "Environment": Origin("launch.env", "use at most 100 variables of 512 characters"),
     "InputDataConfig": Origin("data.path", "use an s3:// prefix of at most 1,024 characters"),
+    "InputDataConfig[].ChannelName": Origin("launch.mounts", "use a shorter directory"),
     "InputDataConfig[].DataSource.FileSystemDataSource": Origin(
-        "launch.options.fsx or efs", "use fs-ID:/DIRECTORY"
+        "launch.mounts", "use fsx:fs-ID:/MOUNT_NAME or efs:fs-ID:/DIRECTORY"
     ),
-    "OutputDataConfig": Origin("launch.options.bucket", "use the name of a bucket"),
-    "OutputDataConfig.KmsKeyId": Origin("launch.options.kms_key", "use the ARN of a KMS key"),
-    "ResourceConfig.VolumeKmsKeyId": Origin("launch.options.kms_key", "use the ARN of a KMS key"),
+    "OutputDataConfig": Origin("launch.bucket", "use s3://BUCKET"),
     "ResourceConfig.InstanceCount": Origin("run.nodes", "use the number of instances"),
-    "ResourceConfig.InstanceType": Origin("launch.options.instance_type", "use ml.p5.48xlarge"),
+    "ResourceConfig.InstanceType": Origin("launch.instance_type", "use ml.p5.48xlarge"),
     "ResourceConfig.InstancePreferences": Origin(
-        "launch.options.instance_type", "use up to 5 types, joined by '+'"
+        "launch.instance_type", "use up to 5 types, joined by '+'"
     ),
-    "ResourceConfig.VolumeSizeInGB": Origin("launch.options.volume", "use a number of GB"),
-    "ResourceConfig.KeepAlivePeriodInSeconds": Origin(
-        "launch.options.keep_alive", "use at most 6:00:00"
-    ),
+    "ResourceConfig.VolumeSizeInGB": Origin("launch.disk", "use a number of GB"),
     "ResourceConfig.TrainingPlanArn": Origin(
-        "launch.options.training_plan",
+        "launch.reservation",
         "use the TrainingPlanArn of 'aws sagemaker list-training-plans'",
     ),
-    "RetryStrategy": Origin("launch.options.retries", "use 1 to 30"),
     "StoppingCondition.MaxRuntimeInSeconds": Origin("launch.time_limit", "use at most 28 days"),
-    "StoppingCondition.MaxWaitTimeInSeconds": Origin("launch.options.wait", "use D-HH:MM:SS"),
-    "StoppingCondition.MaxPendingTimeInSeconds": Origin(
-        "launch.options.max_pending", "use 0:30:00 to 28-00:00:00"
-    ),
-    "Tags": Origin("launch.options.tags", "use up to 50 tags, KEY:VALUE joined by '+'"),
-    "VpcConfig.SecurityGroupIds": Origin(
-        "launch.options.security_groups", "use up to 5 IDs of the form sg-..., joined by '+'"
-    ),
-    "VpcConfig.Subnets": Origin(
-        "launch.options.subnets", "use up to 16 IDs of the form subnet-..., joined by '+'"
-    ),
+    "Tags": Origin("launch.labels", "use up to 50 labels"),
+    "VpcConfig.SecurityGroupIds": Origin("launch.security_groups", "use up to 5 IDs, such as sg-1"),
+    "VpcConfig.Subnets": Origin("launch.subnets", "use up to 16 IDs, such as subnet-1"),
 }
 
 
@@ -167,6 +155,8 @@ def _error(path: str, value: Any, rule: str, known: list[str] | None = None) -> 
     if starts:
         origin = ORIGINS[max(starts, key=len)]
         remedy = f"it comes from {origin.key}: {remedy or origin.remedy}"
+    else:
+        remedy = "it comes from launch.patch" + (f": {remedy}" if remedy else "")
     return ConfigError(path, text, rule, remedy)
 
 

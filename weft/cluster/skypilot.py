@@ -16,17 +16,16 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from weft.cluster.job_placement import check_placement
 from weft.cluster.job_request import (
-    BOOLEAN_RULE,
-    INTEGER_PATTERN,
     RUN_DIR,
     JobRequest,
-    Option,
     build_script,
+    check_duration,
     check_fixed_nodes,
     check_name,
-    check_options,
     format_command,
     render_manifest,
     run_cli,
@@ -35,27 +34,12 @@ from weft.cluster.job_request import (
     warn_unchecked,
 )
 from weft.config.errors import ConfigErrors
+from weft.plan.devices import parse_cluster
+from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".yaml"
-OPTIONS = {
-    "bucket": Option(
-        "s3://NAME, which stores the run directory and the checkpoints under the name of the run",
-        r"s3://[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]",
-        "is not a valid bucket",
-        "use s3://NAME, without a path",
-    ),
-    "accelerator": Option("name of the GPU: H100, A100-80GB; 'sky gpus list' lists all"),
-    "infra": Option("cloud, region and zone: aws/us-east-1"),
-    "spot": Option("true: use spot nodes, which the cloud can reclaim", *BOOLEAN_RULE),
-    "cpus": Option("cores per node: 16, or 16+"),
-    "memory": Option("GB of memory per node: 64, or 64+"),
-    "disk": Option(
-        "GB of disk per node",
-        INTEGER_PATTERN,
-        "must be an integer number of GB",
-        "use a number such as 256",
-    ),
-}
+# SkyPilot's names of devices, where weft has another one.
+ACCELERATORS = {"A100 40GB": "A100", "p4d": "A100", "p4de": "A100-80GB"}
 REMEDY = "pip install 'skypilot[aws]', in a separate environment"
 # SkyPilot's states of jobs that have not ended, other than 'running'.
 ACTIVE_STATES = ("pending", "submitted", "starting", "recovering", "winding_down", "cancelling")
@@ -78,11 +62,14 @@ print(json.dumps([where + e.message for where, v, s in parts for e in check(s).i
 def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
-    required = ["bucket", *(["accelerator"] if request.devices else [])]
-    errors = check_options(request, OPTIONS, required, r"[A-Za-z0-9*][A-Za-z0-9_+*.:/\-]*")
-    bucket = launch.options.get("bucket", "s3://BUCKET")
-    errors += check_name(request, f"{bucket}/{request.name}")
+    errors = check_placement("skypilot", request.job, ["bucket"])
+    errors += check_duration(launch.time_limit)
+    errors += check_name(request, f"{launch.bucket or 's3://BUCKET'}/{request.name}")
     errors += check_fixed_nodes(request, "is a range, but SkyPilot starts a fixed number of nodes")
+    for name, reference in request.placement.references("env").items():
+        if name != reference:
+            rule = "has another name on the nodes, but SkyPilot passes on variables by their names"
+            errors.add(f"launch.secrets.{name}", rule, f"use env:{name}")
     if launch.image == "auto" and not launch.setup:
         rule = "is empty, so nothing installs weft on the nodes"
         remedy = (
@@ -93,28 +80,76 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield no warnings."""
+    return iter(())
+
+
 def render(request: JobRequest) -> str:
     """Return the task."""
-    job, recipe = request.job, standalone_recipe(request)
-    home = f"{job.launch.options['bucket']}/{request.name}"
-    changes = {RUN_DIR: f"/runs/{request.name}"}
+    job, recipe, placement = request.job, standalone_recipe(request), request.placement
+    bucket = job.launch.bucket.rstrip("/")
+    mounts = {
+        mount.path: f"s3://{mount.source}" for mount in placement.mounts if mount.kind == "s3"
+    }
+    mounts.setdefault("/runs", bucket)
+    changes = {RUN_DIR: request.node_run_dir}
+    home = f"{bucket}/{request.name}"
     if job.checkpoint.is_in_run_dir:
         changes["checkpoint.dir"] = f"{home}/checkpoints"
     words = request.command(request.recipe if recipe is None else RECIPE, **changes)
     # Unquoted, so that the shell of the node expands the ~ of the recipe's path.
     start = "exec weft train "
     script = build_script(job.launch.setup, format_command(words, "  ")) + "\n"
+    env = {**job.launch.env}
+    if references := placement.references("secretsmanager"):
+        env[REFERENCES_VARIABLE] = encode_references(references)
+    secrets = placement.references("env")
+    options = "".join(f" --secret {name}" for name in secrets)
     return render_manifest(
         "skypilot.yaml.j2",
         request,
         home,
-        "sky jobs launch -y -d FILE",
+        f"sky jobs launch -y -d{options} FILE",
         nodes=request.nodes[1],
-        devices=request.devices,
-        image=job.launch.image,
+        resources=_resources(request),
+        mounts=mounts,
+        env=env,
+        secrets=list(secrets),
         setup=recipe and f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n",
         run=script.replace(start + shlex.quote(RECIPE), start + RECIPE),
     )
+
+
+def _resources(request: JobRequest) -> dict[str, Any]:
+    """Return the resources of each node, by SkyPilot's names."""
+    launch, fields = request.job.launch, dict[str, Any]()
+    if request.devices:
+        device = parse_cluster(request.job.run.cluster).device_name
+        fields["accelerators"] = (
+            f"{ACCELERATORS.get(device, device.replace(' ', '-'))}:{request.devices}"
+        )
+    if request.nodes[1] > 1 and request.devices and launch.network != "tcp":
+        # Without it SkyPilot starts AWS's nodes without EFA.
+        fields["network_tier"] = "best"
+    texts = {
+        "instance_type": launch.instance_type,
+        "infra": launch.region
+        if "/" in launch.region
+        else launch.region and f"aws/{launch.region}",
+        "cpus": str(launch.cpus),
+        "memory": str(launch.memory),
+    }
+    fields |= {name: text for name, text in texts.items() if text}
+    if launch.disk:
+        fields["disk_size"] = launch.disk
+    if launch.spot:
+        fields["use_spot"] = True
+    if launch.image != "auto":
+        fields["image_id"] = f"docker:{launch.image}"
+    if launch.labels:
+        fields["labels"] = launch.labels
+    return fields
 
 
 def check(text: str) -> list[str]:
@@ -144,7 +179,9 @@ def check(text: str) -> list[str]:
 
 def submit(path: Path, request: JobRequest) -> str:
     """Submit the task; return its name, which means the newest job of that name."""
-    run_cli("sky", "jobs", "launch", "-y", "-d", "-n", request.name, str(path), remedy=REMEDY)
+    secrets = [word for name in request.placement.references("env") for word in ("--secret", name)]
+    words = ["sky", "jobs", "launch", "-y", "-d", *secrets, "-n", request.name, str(path)]
+    run_cli(*words, remedy=REMEDY)
     return request.name
 
 

@@ -32,6 +32,7 @@ from markupsafe import Markup
 
 from weft.cluster import REQUEUE, hyperpod
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
+from weft.cluster.job_placement import check_placement
 from weft.cluster.job_request import (
     JobRequest,
     ToolError,
@@ -45,6 +46,7 @@ from weft.cluster.job_request import (
 from weft.cluster.requeue import REQUEUE_DIR
 from weft.config.errors import ConfigErrors, WeftError
 from weft.config.escaping import is_one_line
+from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".sh"
 # Time for the ranks to finish a step and save; at most a quarter of the time limit.
@@ -65,6 +67,15 @@ RESERVED_OPTIONS = {
     ("ntasks", "ntasks-per-node", "requeue", "no-requeue", "no-kill", "open-mode", "array", "wrap"),
     "",
 )
+# sbatch's options for the keys of the section; an option of this name may replace the key.
+PLACEMENT_OPTIONS = {
+    "partition": "queue",
+    "qos": "priority",
+    "reservation": "reservation",
+    "switches": "topology",
+    "mem": "memory",
+    "cpus-per-task": "cpus",
+}
 # With one of these options, weft does not request exclusive nodes.
 SHARING_OPTIONS = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu", "mincpus")
 _slurm = partial(run_cli, remedy="use a host of the cluster that has Slurm's commands")
@@ -73,7 +84,7 @@ _slurm = partial(run_cli, remedy="use a host of the cluster that has Slurm's com
 def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch, errors = request.job.launch, ConfigErrors(request.job)
-    errors += check_duration(launch.time_limit)
+    errors += check_duration(launch.time_limit) + check_placement("slurm", request.job, [])
     if launch.image != "auto":
         rule = "is not supported by Slurm itself"
         remedy = "start the container in launch.setup, with your cluster's plug-in"
@@ -87,8 +98,20 @@ def find_errors(request: JobRequest) -> ConfigErrors:
             other = RESERVED_OPTIONS[name]
             remedy = f"remove it: {other} sets it" if other else "remove it"
             errors.add(key, "is an option that weft sets", remedy)
+        elif name in PLACEMENT_OPTIONS and getattr(launch, PLACEMENT_OPTIONS[name]):
+            rule = f"is also given by launch.{PLACEMENT_OPTIONS[name]}"
+            errors.add(key, rule, "remove one of the two")
+    if launch.patch:
+        rule = "is for manifests; a batch script has no fields"
+        remedy = "use launch.options for sbatch, and launch.srun_options for srun"
+        errors.add("launch.patch", rule, remedy)
     errors += hyperpod.find_errors(request)
     return errors
+
+
+def find_warnings(request: JobRequest) -> Iterator[str]:
+    """Yield warnings about a request."""
+    return hyperpod.find_warnings(request)
 
 
 def render(request: JobRequest) -> str:
@@ -109,8 +132,14 @@ def render(request: JobRequest) -> str:
         "signal": f"TERM@{save_seconds}",
         "requeue": "",
         **({"no-kill": ""} if is_elastic else {}),
+        **{
+            option: f"{value}G" if option == "mem" else str(value)
+            for option, name in PLACEMENT_OPTIONS.items()
+            if (value := getattr(launch, name))
+        },
+        **({"exclude": ",".join(exclude)} if (exclude := request.placement.exclude) else {}),
         # By default a task gets only one core.
-        **({} if set(SHARING_OPTIONS) & set(launch.options) else {"exclusive": ""}),
+        **({} if set(SHARING_OPTIONS) & set(launch.options) or launch.cpus else {"exclusive": ""}),
         **{
             name: "" if value in ("true", name) else value for name, value in launch.options.items()
         },
@@ -122,6 +151,7 @@ def render(request: JobRequest) -> str:
     wait_seconds = 0 if is_elastic else END_SECONDS
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
     srun += ["--no-kill"] if is_elastic else []
+    srun += [f"--{name}={value}" for name, value in launch.srun_options.items()]
     if "cpus-per-task" in options:  # srun does not inherit it from sbatch
         srun.append(f"--cpus-per-task={options['cpus-per-task']}")
     command = format_command(request.command(request.recipe), "    ")
@@ -129,6 +159,7 @@ def render(request: JobRequest) -> str:
         "slurm.sh.j2",
         lambda value: shlex.quote(str(value)),
         options=options,
+        exports=[Markup(line) for line in _exports(request)],
         srun=Markup(shlex.join(srun)),
         command=Markup(command),
         setup=build_script(launch.setup, command) if launch.setup else "",
@@ -138,6 +169,18 @@ def render(request: JobRequest) -> str:
         max_stops=MAX_STARTS,
         unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if resilience.preflight else "",
     )
+
+
+def _exports(request: JobRequest) -> Iterator[str]:
+    """Yield the lines that set the variables of the job; srun passes them on."""
+    env = {**request.job.launch.env}
+    if references := request.placement.references("secretsmanager"):
+        env[REFERENCES_VARIABLE] = encode_references(references)
+    for name, value in env.items():
+        yield f"export {name}={shlex.quote(value)}"
+    for name, variable in request.placement.references("env").items():
+        message = f"launch.secrets.{name} is env:{variable}, which is not set"
+        yield f'export {name}="${{{variable}:?{message}}}"'
 
 
 def check(text: str) -> list[str]:

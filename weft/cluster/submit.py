@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.cluster.job_placement import check_job_paths
 from weft.cluster.job_request import RUN_DIR, Cluster, JobRequest, is_active
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
@@ -121,6 +122,7 @@ def build_request(
     )
     if on in CLUSTERS:
         errors += check_paths(request)
+        errors += check_job_paths(on, job)
         errors += get_cluster(on).find_errors(request)
     errors.raise_any()
     return request

@@ -955,17 +955,116 @@ class DebugSection(Section):
 
 
 class LaunchSection(Section):
-    """Resources that ``weft launch`` requests from a cluster; the run ignores them."""
+    """Placement of the job that ``weft launch`` submits; the run ignores these keys.
+
+    Keys that a kind of cluster cannot use are reported when the job is launched.  Other fields of a
+    manifest or request come from the file of ``launch.patch``.
+    """
 
     time_limit: Text = key(
         "1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS"
     )
-    image: Text = key("auto", "container image with weft installed; auto: the cluster's default")
+    image: Text = key(
+        "auto",
+        "container image with weft; auto: none, the nodes have weft themselves (Slurm), or "
+        "launch.setup installs it (SkyPilot)",
+    )
     setup: tuple[ShellLines, ...] = key(
         (), "shell lines that each node runs first, such as 'source ~/venv/bin/activate'"
     )
+    mounts: dict[Text, Text] = key(
+        {},
+        "directories of the job's containers: DIRECTORY=SOURCE; a source is pvc:CLAIM[/DIRECTORY] "
+        "or host:/DIRECTORY (Kubernetes; Slurm with an image: host), fsx:fs-ID:/MOUNT_NAME, "
+        "efs:fs-ID:/ (SageMaker), s3://BUCKET/PREFIX (SageMaker, SkyPilot), or image: it is in the "
+        "image",
+    )
+    env: dict[Text, Name] = key({}, "environment variables of the job: NAME=VALUE; not for secrets")
+    secrets: dict[Text, Text] = key(
+        {},
+        "secret environment variables, by reference: NAME=k8s-secret:SECRET/KEY (Kubernetes), "
+        "NAME=secretsmanager:ID[#FIELD] (AWS, read on the node), NAME=env:VARIABLE (Slurm, "
+        "SkyPilot: of the shell that submits)",
+    )
+    bucket: Name = key(
+        "",
+        "s3://BUCKET[/PREFIX] for what the nodes and the submitting machine share: the run "
+        "directory (SageMaker, SkyPilot) and uploaded files",
+    )
+    instance_type: Name = key(
+        "",
+        "instance type of the nodes, such as p5.48xlarge; SageMaker: several, joined by '+', in "
+        "the order of preference",
+    )
+    region: Name = key("", "region, such as us-east-1; SkyPilot: also CLOUD/REGION")
+    network: Text = key(
+        "auto",
+        "network between nodes. auto: EFA if launch.instance_type has it, else TCP or InfiniBand, "
+        "as the nodes have it; efa:COUNT: so many EFA devices per node; tcp: no EFA",
+    )
+    queue: Name = key(
+        "", "queue: Slurm's partition, Kueue's LocalQueue, the LocalQueue of HyperPod"
+    )
+    priority: Name = key("", "priority: Slurm's QOS, Kueue's WorkloadPriorityClass")
+    reservation: Name = key(
+        "", "reserved nodes: Slurm's reservation, the ARN of a SageMaker training plan"
+    )
+    topology: Positive | Name = key(
+        "",
+        "nearness of the nodes: Slurm: switches, COUNT[@TIME]; Kubernetes with Kueue: "
+        "required:LABEL or preferred:LABEL, such as "
+        "preferred:topology.k8s.aws/network-node-layer-3",
+    )
+    node_labels: dict[Text, Name] = key(
+        {}, "labels that the nodes must have: LABEL=VALUE, or LABEL=VALUE|VALUE (Kubernetes)"
+    )
+    tolerations: tuple[Text, ...] = key(
+        (), "taints of nodes that the pods tolerate: KEY or KEY=VALUE (Kubernetes)"
+    )
+    exclude: tuple[Text, ...] = key(
+        (),
+        "nodes that the job must not use; @FILE: those that a file names, one per line (Slurm: the "
+        "file is read again at every start)",
+    )
+    cpus: Positive | Name = key("", "cores per node, such as 96; SkyPilot: also 16+, at least")
+    memory: Positive | Name = key(
+        "", "memory per node in GiB, such as 512; SkyPilot: also 64+, at least"
+    )
+    disk: NonNegative = key(0, "disk per node in GB; 0: the cluster's default")
+    spot: bool = key(False, "use spot nodes, which the cloud can reclaim (SageMaker, SkyPilot)")
+    role: Name = key(
+        "", "identity of the job: ARN of SageMaker's role, service account of the pods (Kubernetes)"
+    )
+    subnets: tuple[Text, ...] = key((), "subnets of the VPC of a SageMaker job")
+    security_groups: tuple[Text, ...] = key((), "security groups of the VPC of a SageMaker job")
+    namespace: Name = key("", "namespace of Kubernetes; empty: kubectl's own")
+    kind: Literal["trainjob", "jobset"] = key(
+        "trainjob", "object of Kubernetes. trainjob: Kubeflow Trainer v2; jobset: a JobSet"
+    )
+    pull_secrets: tuple[Text, ...] = key((), "secrets that pull the image (Kubernetes)")
+    labels: dict[Text, Name] = key(
+        {},
+        "labels of the job, for the search of jobs and for cost allocation: Kubernetes labels, "
+        "SageMaker tags, SkyPilot labels",
+    )
+    container: Literal["auto", "pyxis", "apptainer"] = key(
+        "auto",
+        "how Slurm starts launch.image. pyxis: srun --container-image (Pyxis and Enroot); "
+        "apptainer: apptainer exec; auto: apptainer for a .sif file, else pyxis",
+    )
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] = key(
+        0.0, "price of a GPU (CPU job: node) per hour, for the cost of a job; 0: unknown"
+    )
     options: dict[Text, Text] = key(
-        {}, "further options of the scheduler, by its own names: partition=gpu,account=mine"
+        {}, "further long options of sbatch, by their own names: gres-flags=none,comment=mine"
+    )
+    srun_options: dict[Text, Text] = key(
+        {}, "further long options of srun, by their own names: mpi=none,container-workdir=/work"
+    )
+    patch: Name = key(
+        "",
+        "YAML or JSON file whose fields are merged into the manifest, task or request; null "
+        "removes a field, and items of lists are matched by name",
     )
 
 

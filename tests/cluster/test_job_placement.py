@@ -1,0 +1,175 @@
+"""Keys of ``[launch]``: mounts, paths, secrets and patches, for every kind of cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.requests import format_errors, request
+from tests.harness import ROOT
+from weft.cluster import job_placement, kubernetes, sagemaker, skypilot, slurm
+from weft.cluster.job_placement import check_job_paths, find_unused_keys, merge_fields
+from weft.cluster.submit import CLUSTERS, get_cluster
+from weft.config.errors import InvalidConfig
+from weft.config.schema import LaunchSection
+from weft.train.secrets import resolve_secrets
+
+IMAGE = ("launch.image", "registry/weft:1")
+
+
+def test_tables_name_the_clusters_and_every_key_has_a_user() -> None:
+    tables = (job_placement.SUPPORTED, job_placement.MOUNT_SOURCES, job_placement.SECRET_SOURCES)
+    for table in tables:
+        assert set(table) == set(CLUSTERS)
+    used = {*job_placement.COMMON.split()}
+    for names in job_placement.SUPPORTED.values():
+        assert set(names.split()) <= set(LaunchSection.model_fields)
+        used |= set(names.split())
+    assert set(LaunchSection.model_fields) == used
+    page = (ROOT / "docs/placement.md").read_text("utf-8")
+    for names in job_placement.SUPPORTED.values():
+        assert [name for name in names.split() if f"`{name}`" not in page] == []
+
+
+def test_placement_finds_the_innermost_mount() -> None:
+    launch = {"mounts": "/fsx=pvc:a,/fsx/models=pvc:b/llama,/opt=image"}
+    placement = request(launch=launch).placement
+    found = {path: placement.find_mount(path) for path in ("/fsx/x", "/fsx/models/y", "/fsxx")}
+    assert [mount and mount.source for mount in found.values()] == ["a", "b/llama", None]
+
+
+@pytest.mark.parametrize("on", ["kubernetes", "sagemaker", "skypilot"])
+def test_path_without_a_mount_is_refused_on_every_cluster(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a relative path, which only this machine has; the cache of a node may be its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").write_text("{}")
+    paths = [
+        *(("data.path", "/fsx/web"), ("data.tokenizer", "tokenizer.json")),
+        *(
+            ("model.path", "org/name"),
+            ("data.cache_dir", "/scratch"),
+            ("checkpoint.dir", "s3://b/c"),
+        ),
+    ]
+    errors = check_job_paths(on, request(IMAGE, *paths).job)
+    assert [error.key for error in errors] == ["data.path", "data.tokenizer"]
+    assert "give --launch.mounts./fsx VALUE: " in errors[0].remedy
+    mounted = request(IMAGE, *paths[:1], *paths[2:], launch={"mounts": "/fsx=image"}).job
+    assert check_job_paths(on, mounted) == []
+
+
+def test_path_on_slurm_needs_a_mount_only_in_a_container() -> None:
+    path = ("data.path", "/fsx/web")
+    assert check_job_paths("slurm", request(path).job) == []
+    assert [e.key for e in check_job_paths("slurm", request(IMAGE, path).job)] == ["data.path"]
+
+
+def test_run_directory_below_a_mount_is_the_one_of_the_nodes() -> None:
+    """Else it is /runs/NAME, and this machine only has the record of the launch."""
+    assert request(launch={"mounts": "/fsx=pvc:a"}).node_run_dir == "/fsx/small-run"
+    assert request(launch={"mounts": "/fsx=image"}).node_run_dir == "/runs/small-run"
+    assert request().node_run_dir == "/runs/small-run"
+
+
+def test_unused_key_is_a_warning_with_the_clusters_that_use_it() -> None:
+    launch = request(launch={"queue": "gpu", "spot": "true"}).job.launch
+    [warning] = find_unused_keys("slurm", launch)
+    assert warning == (
+        "launch.spot has no effect on slurm. Remove it; it is for sagemaker or skypilot."
+    )
+
+
+# --------------------------------------------------------------------------- secrets
+
+SECRET = "hf_0123456789"  # a value, which must be in no message
+
+
+@pytest.mark.parametrize("on", CLUSTERS)
+def test_secret_as_a_value_is_refused_without_showing_it(on: str) -> None:
+    text = format_errors(
+        get_cluster(on).find_errors(request(IMAGE, launch={"secrets": f"HF_TOKEN={SECRET}"}))
+    )
+    assert "launch.secrets.HF_TOKEN" in text
+    assert "is not a reference" in text
+    assert SECRET not in text
+
+
+def test_secrets_are_references_in_every_artefact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    aws = "secretsmanager:prod/hf#token"
+    texts = [
+        kubernetes.render(request(IMAGE, launch={"secrets": "HF_TOKEN=k8s-secret:hf/token"})),
+        skypilot.render(
+            request(IMAGE, launch={"secrets": "HF_TOKEN=env:HF_TOKEN", "bucket": "s3://bucket"})
+        ),
+        sagemaker.render(
+            request(
+                *(IMAGE, ("launch.instance_type", "ml.c5.xlarge"), ("launch.bucket", "s3://abc")),
+                launch={"secrets": f"HF_TOKEN={aws}"},
+            )
+        ),
+        slurm.render(request(launch={"secrets": "HF_TOKEN=env:HF_TOKEN"})),
+    ]
+    for text in texts:
+        assert SECRET not in text
+        assert "HF_TOKEN" in text
+    assert "secretKeyRef" in texts[0]
+    assert yaml.safe_load(texts[1])["secrets"] == {"HF_TOKEN": None}
+    assert json.loads(texts[2])["Environment"]["WEFT_SECRETS"] == '{"HF_TOKEN":"prod/hf#token"}'
+
+
+def test_resolve_secrets_keeps_what_is_set() -> None:
+    """A rank inherits the value that its node has read."""
+    environment = {"WEFT_SECRETS": '{"HF_TOKEN":"prod/hf"}', "HF_TOKEN": SECRET}
+    resolve_secrets(environment)
+    assert environment == {"HF_TOKEN": SECRET}
+
+
+# --------------------------------------------------------------------------- patch
+
+
+def test_patch_merges_objects_and_named_items() -> None:
+    given = {"a": {"b": 1, "c": 2}, "l": [{"name": "x", "v": 1}, {"name": "y"}], "p": [1, 2]}
+    patch = {"a": {"b": None, "d": {"e": 3, "f": None}}, "l": [{"name": "x", "w": 2}], "p": [3]}
+    assert merge_fields(given, patch) == {
+        "a": {"c": 2, "d": {"e": 3}},
+        "l": [{"name": "x", "v": 1, "w": 2}, {"name": "y"}],
+        "p": [3],
+    }
+
+
+def test_patch_of_a_manifest_changes_the_object_of_its_kind(tmp_path: Path) -> None:
+    """The example of the page."""
+    page = (ROOT / "docs/placement.md").read_text("utf-8")
+    file = tmp_path / "patch.yaml"
+    file.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    launch = {"mounts": "/runs=pvc:shared", "patch": str(file)}
+    runtime = next(yaml.safe_load_all(kubernetes.render(request(IMAGE, launch=launch))))
+    [job] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["hostNetwork"] is True
+    assert pod["containers"][0]["image"] == "registry/weft:1"
+    assert "securityContext" in pod["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind: TrianJob", "has a document of kind TrianJob, which the manifest does not have"),
+        ("- a", "has a document that is not an object"),
+        ("a: [", "is not valid YAML"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_patch_with_a_mistake_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "patch.yaml"
+    if text is not None:
+        file.write_text(text)
+    launch = {"mounts": "/runs=pvc:shared", "patch": str(file)}
+    with pytest.raises(InvalidConfig, match=message):
+        kubernetes.render(request(IMAGE, launch=launch))
