@@ -14,6 +14,7 @@ from typing import Any
 from weft.config import schema
 from weft.config.peer_names import PROJECTS, load_peer_answers, load_peer_names
 from weft.monitor import step_record
+from weft.monitor.exported_metrics import LABELS, RECORD_HELP, exported_name
 from weft.monitor.step_timer import KINDS
 
 Json = dict[str, Any]
@@ -201,6 +202,19 @@ def metric_entries() -> Iterator[tuple[str, str, str, str]]:
         yield key, annotation, text, tracked
 
 
+def exported_names(key: str) -> str:
+    """Return the names of a key in Prometheus and OTLP, with their labels; may be empty."""
+    head, slash, _ = key.partition("/")
+    names = [head + slash] if head + slash in RECORD_HELP else []
+    names = [name for name in RECORD_HELP if name.startswith("rank/")] if key == "ranks" else names
+    labels = [LABELS.get(name) or ("stat" if name.startswith("rank/") else "") for name in names]
+    texts = [
+        exported_name(name)[0] + (f"{{{label}}}" if label else "")
+        for name, label in zip(names, labels, strict=True)
+    ]
+    return ", ".join(map(code, texts))
+
+
 def metrics_page() -> str:
     """Return every metric of a record: type, meaning, and name in trackers."""
     lines: list[str] = []
@@ -214,6 +228,8 @@ def metrics_page() -> str:
             lines.append(":Present: where it applies")
         if tracked:
             lines.append(f":In trackers: {code(tracked)}")
+        if exported := exported_names(key):
+            lines.append(f":In Prometheus and OTLP: {exported}")
         lines += ["```", ""]
     return "\n".join(lines)
 

@@ -33,7 +33,8 @@ ALWAYS_EFFECTIVE = frozenset(
         "checkpoint": "interval async_save dir keep_latest local_dir final_save_timeout",
         "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour "
         "spot_notice lighthouse faults",
-        "monitor": "log_interval trackers layer_grad_norms webhook report spans attention_logits",
+        "monitor": "log_interval trackers layer_grad_norms prometheus webhook report spans "
+        "attention_logits",
         "profile": "steps",
         "debug": "layer_stats_steps deterministic autograd_anomaly",
         "launch": "time_limit image setup mounts env secrets bucket instance_type region network "

@@ -10,9 +10,8 @@ from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import check_file, count, local_path, not_negative, run_path, write_file
 from weft.cluster import FAILED
 from weft.config.errors import ConfigErrors
+from weft.config.files import MAX_PORT
 from weft.config.run_paths import absolute_dir
-
-MAX_PORT = 65535
 
 
 def add_report(commands: Commands) -> None:

@@ -55,6 +55,7 @@ from weft.estimate.memory_check import RunPrediction, predict_run
 from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step, read_tail
+from weft.monitor.prometheus import serve_metrics
 from weft.monitor.run_reader import RunReader, read_run_job
 from weft.monitor.signals import STOP_SIGNALS, listen, request_stop
 from weft.monitor.spot_notice import watch_spot_notices
@@ -107,7 +108,8 @@ def handle_stop_errors() -> Iterator[None]:
 def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the data, train on this node's ranks, and print the results.
 
-    The node that logs posts the events to ``monitor.webhook``.
+    Each node serves metrics at ``monitor.prometheus``; the node that logs also posts the events to
+    ``monitor.webhook``.
 
     Args:
         base: the recipe without overrides, for the differences in ``job.toml``.
@@ -125,7 +127,12 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
     url = ""
     with suppress(InvalidConfig):  # `check_start` reports it
         url = "" if console.quiet else read_webhook_url(plan.job.monitor.webhook, os.environ)
-    with post_events(url, plan.run_path, console.print):
+    address, has_run = plan.job.monitor.prometheus, not console.quiet
+    log = quiet_console(sys.stdout).print  # every node prints its own
+    with (
+        serve_metrics(address, plan.run_path, has_run, log),
+        post_events(url, plan.run_path, console.print),
+    ):
         return train_node(base, plan, recipe, console, force)
 
 
@@ -363,6 +370,9 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
         return UNHEALTHY
     try:
         with ExitStack() as stack:
+            if is_leader:
+                address, has_run = job.monitor.prometheus, rank == 0
+                stack.enter_context(serve_metrics(address, run_dir, has_run, log))
             if rank == 0:
                 url = read_webhook_url(job.monitor.webhook, os.environ)
                 stack.enter_context(post_events(url, run_dir, log))

@@ -23,6 +23,7 @@ from weft.config.errors import ConfigError, WeftError
 
 MAX_BYTES = 64 << 20  # of a file that is read at once
 # Per request to a store, for transient errors, with exponential backoff: about 30 s.
+MAX_PORT = 65535
 MAX_ATTEMPTS = 8
 
 
@@ -236,6 +237,14 @@ def check_url(key: str, url: str) -> list[ConfigError]:
         return []
     remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
     return [ConfigError(key, f"{scheme}://...", "has credentials in it", remedy)]
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """Return host and port of HOST:PORT or [IPv6]:PORT; None if the text is neither."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:]+)\]|([^:/\[\]\s]+)):(\d{1,5})", text)
+    if match is None or int(match[3]) > MAX_PORT:
+        return None
+    return match[1] or match[2], int(match[3])
 
 
 def storage_options(url: str) -> dict[str, Any]:

@@ -908,7 +908,8 @@ class MonitorSection(Section):
     log_interval: Positive = key(10, "steps between logged metrics")
     trackers: tuple[Text, ...] = key(
         ("tensorboard",),
-        "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
+        "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, otlp (OpenTelemetry), "
+        "or module:function",
     )
     layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
     attention_logits: bool = key(
@@ -921,6 +922,11 @@ class MonitorSection(Section):
         (),
         "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "
         "the terminal and the report; with an empty text it begins a document",
+    )
+    prometheus: Text = key(
+        "off",
+        "HOST:PORT at which each node serves its metrics to Prometheus, such as 127.0.0.1:9400; "
+        "off: no server",
     )
     webhook: Text = key(
         "off",

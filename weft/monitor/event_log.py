@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from weft.monitor.log_buffer import LogBuffer
 
@@ -75,6 +75,38 @@ class EventLog:
         Later events can still be added.
         """
         self._buffer.close()
+
+
+class EventFollower:
+    """Reader of the events that are added to a run.
+
+    Args:
+        run_dir: the run directory.
+        from_start: also read the events that are already there.
+    """
+
+    def __init__(self, run_dir: Path, from_start: bool) -> None:
+        self._path = run_dir / "events.jsonl"
+        has_old = self._path.exists() and not from_start
+        self._offset = self._path.stat().st_size if has_old else 0
+
+    def read_new(self) -> Iterator[dict[str, Any]]:
+        """Yield the new events, without damaged and incomplete lines."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                lines = file.read()
+        except OSError:  # none yet, or not readable for a while
+            return
+        complete = lines[: lines.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                yield event
 
 
 @cache

@@ -51,19 +51,25 @@ class SystemSampler:
         if now - self._last < min(MAX_SECONDS, max(MIN_SECONDS, interval)):
             return False
         with suppress(OSError, ValueError):
-            counters = read_counters(self._proc)
-            sample = {"time": round(time.time(), 3)}
-            sample |= compute_rates(self._counters, counters, now - self._last)
-            sample |= read_memory(self._proc)
-            sample["disk_free_gib"] = round(shutil.disk_usage(self._run_dir).free / 2**30, 3)
-            if self._has_gpus:
-                gpus = query_gpus(seconds=QUERY_SECONDS).gpus
-                self._has_gpus = bool(gpus)  # after a failure, query no more
-                sample |= summarize_gpus(gpus)
-            self._counters = counters
-            append_bytes(self._run_dir / SYSTEM_FILE, f"{json.dumps(sample)}\n".encode())
-        self._last = now
+            append_bytes(self._run_dir / SYSTEM_FILE, f"{json.dumps(self.sample())}\n".encode())
         return True
+
+    def sample(self) -> dict[str, float]:
+        """Return a sample, with rates since the previous one."""
+        now, sample = time.monotonic(), {"time": round(time.time(), 3)}
+        counters = read_counters(self._proc)
+        if now > self._last:
+            sample |= compute_rates(self._counters, counters, now - self._last)
+        self._counters, self._last = counters, now
+        with suppress(OSError, ValueError):
+            sample |= read_memory(self._proc)
+        with suppress(OSError):
+            sample["disk_free_gib"] = round(shutil.disk_usage(self._run_dir).free / 2**30, 3)
+        if self._has_gpus:
+            gpus = query_gpus(seconds=QUERY_SECONDS).gpus
+            self._has_gpus = bool(gpus)  # after a failure, query no more
+            sample |= summarize_gpus(gpus)
+        return sample
 
 
 def read_counters(proc: Path) -> dict[str, float]:

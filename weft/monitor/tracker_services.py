@@ -1,10 +1,11 @@
-"""Trackers of other projects: TensorBoard, Weights & Biases, MLflow.
+"""Trackers of TensorBoard, Weights & Biases, MLflow and OpenTelemetry.
 
 `weft.monitor.trackers` imports this file when a run uses one of them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import posixpath
@@ -13,12 +14,18 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
+from urllib.request import Request, urlopen
 
 from weft.config.files import append_bytes
 from weft.config.schema import Job, flatten
+from weft.monitor.exported_metrics import export_record
 from weft.monitor.step_record import StepRecord, to_scalars
+from weft.version import __version__
 
 PROJECT = "weft"
 SEND_SECONDS = 5.0  # minimum time between requests to MLflow
@@ -161,3 +168,82 @@ class MLflow:
             self._client.log_batch(self._id, metrics=batch)
             del self._waiting[: len(batch)]
         self._next_request = time.monotonic() + SEND_SECONDS
+
+
+class OpenTelemetry:
+    """Metrics by OTLP over HTTP in JSON, which every OpenTelemetry collector receives.
+
+    The variables of the specification configure it: OTEL_EXPORTER_OTLP_ENDPOINT, _HEADERS, _TIMEOUT
+    (milliseconds) and the same of METRICS; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
+    """
+
+    def __init__(self, run_dir: Path, job: Job, resumed_step: int) -> None:
+        protocol = _read_otlp("PROTOCOL", "http/json")
+        if protocol == "grpc":
+            raise ValueError("OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not supported: use http/json")
+        base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318").rstrip("/")
+        url = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT") or f"{base}/v1/metrics"
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("the endpoint of OTEL_EXPORTER_OTLP_ENDPOINT is no http or https URL")
+        self._timeout = float(_read_otlp("TIMEOUT", "10000")) / 1000
+        headers = _read_pairs(_read_otlp("HEADERS", ""))
+        self._request = partial(
+            Request, url, headers=headers | {"Content-Type": "application/json"}
+        )
+        attributes = _read_pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
+        attributes.setdefault("service.name", PROJECT)
+        if service := os.environ.get("OTEL_SERVICE_NAME"):
+            attributes["service.name"] = service
+        attributes |= {"host.name": socket.gethostname(), "service.instance.id": run_dir.name}
+        self._resource = {"attributes": _to_attributes(attributes)}
+
+    def write(self, record: StepRecord) -> None:
+        """Send a record."""
+        nanoseconds = str(int(1e9 * record.time))
+        metrics = [
+            {
+                "name": metric.name,
+                "description": metric.help,
+                "unit": metric.unit,
+                "gauge": {
+                    "dataPoints": [
+                        {
+                            "attributes": _to_attributes(labels),
+                            "timeUnixNano": nanoseconds,
+                            "asDouble": value,
+                        }
+                        for labels, value in metric.points
+                    ]
+                },
+            }
+            for metric in export_record(record.to_dict())
+        ]
+        scope = {"name": PROJECT, "version": __version__}
+        scopes = [{"scope": scope, "metrics": metrics}]
+        body = {"resourceMetrics": [{"resource": self._resource, "scopeMetrics": scopes}]}
+        with urlopen(
+            self._request(data=json.dumps(body).encode()), timeout=self._timeout
+        ) as answer:
+            result = json.loads(answer.read() or b"{}").get("partialSuccess") or {}
+        if int(result.get("rejectedDataPoints", 0)):
+            reason = result.get("errorMessage", "no reason")
+            logging.getLogger(__name__).warning("the OTLP server rejected metrics: %s", reason)
+
+    def close(self) -> None:
+        """Do nothing, because every record is already sent."""
+
+
+def _read_otlp(name: str, default: str) -> str:
+    """Return a variable of OTLP: that of metrics, or that of all signals."""
+    prefix = "OTEL_EXPORTER_OTLP_"
+    return os.environ.get(f"{prefix}METRICS_{name}") or os.environ.get(f"{prefix}{name}") or default
+
+
+def _read_pairs(text: str) -> dict[str, str]:
+    """Return the pairs of ``key=value,key=value``, whose values are percent-encoded."""
+    pairs = (pair.partition("=") for pair in text.split(",") if "=" in pair)
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+
+
+def _to_attributes(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": {"stringValue": value}} for name, value in values.items()]

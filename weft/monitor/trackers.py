@@ -1,9 +1,10 @@
 """Destinations of records on rank 0: files, terminal, experiment trackers.
 
-The trackers are TensorBoard, Weights & Biases, and MLflow.  The standard environment variables
-configure them: WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and
-MLFLOW_EXPERIMENT_NAME.  Offline or without a tracking server, they write into the run directory.  A
-resumed run continues the tracker's run, whose id is in a file there.
+The trackers are TensorBoard, Weights & Biases, MLflow, and OpenTelemetry.  The standard environment
+variables configure them: WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and
+MLFLOW_EXPERIMENT_NAME; OTEL_EXPORTER_OTLP_ENDPOINT and the others of OTLP.  Offline or without a
+tracking server, the first three write into the run directory.  A resumed run continues the
+tracker's run, whose id is in a file there.
 """
 
 from __future__ import annotations
@@ -161,4 +162,5 @@ SINKS: dict[str, SinkFactory] = {
     "tensorboard": partial(_open_service, "TensorBoard"),
     "wandb": partial(_open_service, "WeightsAndBiases"),
     "mlflow": partial(_open_service, "MLflow"),
+    "otlp": partial(_open_service, "OpenTelemetry"),
 }

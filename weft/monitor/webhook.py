@@ -23,6 +23,7 @@ from urllib.request import Request, urlopen
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import describe_cause
+from weft.monitor.event_log import EventFollower
 from weft.monitor.jsonl import last_logged_step
 from weft.monitor.log_buffer import LogBuffer
 
@@ -89,8 +90,7 @@ class EventPoster:
 
     def __init__(self, url: str, run_dir: Path, log: Callable[[str], object]) -> None:
         self._url, self._run_dir, self._log = url, run_dir, log
-        self._path = run_dir / "events.jsonl"
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._events = EventFollower(run_dir, from_start=False)
         self._buffer = LogBuffer[dict[str, Any]](
             "monitor.webhook", self._post, log, limit=MAX_WAITING
         )
@@ -123,21 +123,8 @@ class EventPoster:
             time.sleep(0 if self._buffer.is_empty else 0.5)
 
     def _read_events(self) -> None:
-        """Add the new complete lines of events.jsonl."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                lines = file.read()
-        except OSError:  # none yet
-            return
-        complete = lines[: lines.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # damaged
-            if isinstance(event, dict) and event.get("kind") in KINDS:
+        for event in self._events.read_new():
+            if event["kind"] in KINDS:
                 self._add(event)
 
     def _add(self, event: Mapping[str, Any]) -> None:

@@ -41,13 +41,13 @@ from weft.plan.plan_warnings import (
 )
 from weft.plan.precision_rules import check_float8, check_lora
 from weft.plan.rules import (
+    check_addresses,
     check_batch,
     check_data,
     check_device,
     check_full_microbatches,
     check_layout,
     check_sections,
-    check_webhook,
     check_world_size_invariant,
 )
 from weft.plan.sharding import (
@@ -157,7 +157,7 @@ def resolve(
     check_device(errors, job, model, *hardware, degrees, local_world_size)
     check_dispatch(errors, job, model, family, degrees, machine, compute_dtype)
     check_world_size_invariant(errors, job)
-    check_webhook(errors, job)
+    check_addresses(errors, job)
     float8 = job.precision.float8
     emulated = float8 != "none" and not supports_float8(float8, machine.capability)
     check_float8(errors, job, model, family, degrees, compute_dtype, emulated)

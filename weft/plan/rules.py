@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from weft.config.errors import ConfigErrors
+from weft.config.files import parse_address
 from weft.config.schema import (
     MIN_VOCAB_SIZE,
     MOST,
@@ -189,8 +190,12 @@ def check_world_size_invariant(errors: ConfigErrors, job: Job) -> None:
         errors.add("train.microbatch_size", rule, "use 1 or auto", (key,))
 
 
-def check_webhook(errors: ConfigErrors, job: Job) -> None:
-    """Check that a secret is a reference; the error does not show it."""
+def check_addresses(errors: ConfigErrors, job: Job) -> None:
+    """Check that addresses are HOST:PORT, and secrets references."""
+    address = job.monitor.prometheus
+    if address != "off" and parse_address(address) is None:
+        remedy = "use 127.0.0.1:9400, an address of the node and a port, or off"
+        errors.add("monitor.prometheus", "is not HOST:PORT", remedy)
     value = job.monitor.webhook
     if value == "off" or re.fullmatch(r"env:[A-Za-z_]\w*", value):
         return
@@ -204,7 +209,7 @@ def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims)
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":
         return
-    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):\d{1,5}", value):
+    if parse_address(value) is None:
         remedy = "use the address that torchft_lighthouse listens on, or none"
         errors.add(key, "is not HOST:PORT", remedy)
     rule = "is not supported with replica groups (resilience.lighthouse)"
