@@ -276,7 +276,7 @@ def run_joined_in_child(
     os.chdir(directory)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    environment |= {key: str(value) for key, value in variables.items()}
+    environment = {key: str(value) for key, value in variables.items()} | environment
     file = Path(output_path, f"{rank}")
     process = os.fork()
     if process == 0:

@@ -57,7 +57,7 @@ from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step, read_tail
 from weft.monitor.prometheus import serve_metrics
 from weft.monitor.run_reader import RunReader, read_run_job
-from weft.monitor.signals import STOP_SIGNALS, listen, request_stop
+from weft.monitor.signals import STOP_SIGNALS, any_rank_received, listen, request_stop
 from weft.monitor.spot_notice import watch_spot_notices
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import format_duration, quiet_console
@@ -75,6 +75,7 @@ from weft.tools.report.run_report import (
     unwritten_message,
 )
 from weft.train.early_stopping import read_early_stop
+from weft.train.environment import is_agent_rank
 from weft.train.job_checks import plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_dir import count_epochs, epoch_warnings
@@ -341,6 +342,10 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
 
     From then on the output of this process goes to the rank's log.
 
+    The elastic agent of HyperPod ends the ranks by SIGUSR1 before it starts them on another number
+    of nodes.  They save then, and end with status 0, because any other status is a fault for it.
+    It reads the output of the first rank of each node, so that each of them prints the steps.
+
     Args:
         base: see `start_training`.
         plan: see `start_training`.
@@ -362,6 +367,8 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
     terminal = redirect_output(run_dir, rank)
     console = quiet_console(terminal, quiet=rank != 0)
     is_leader = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node
+    has_agent = is_agent_rank(os.environ)
+    shows_steps = rank == 0 or (has_agent and is_leader)
     log = partial(print, file=terminal)
     if job.resilience.preflight and is_leader and not preflight(job, run_dir, log):
         reason = f"this node is unhealthy and does not train; see {run_dir / 'logs'}"
@@ -398,7 +405,11 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
                 report = partial(report_notice, run_dir, log)
                 setting = job.resilience.spot_notice
                 stack.enter_context(watch_spot_notices(setting, report, request_stop))
-            is_complete = train(plan, dataset, ranks, console, prompt_generator(plan))
+            progress = quiet_console(terminal, quiet=not shows_steps)
+            is_complete = train(plan, dataset, ranks, progress, prompt_generator(plan))
+            is_rescaled = (
+                not is_complete and has_agent and any_rank_received(signal.SIGUSR1)  # collective
+            )
             dist.barrier()  # a launcher kills all ranks as soon as one exits early
             if rank == 0 and not is_complete:
                 hint = resume_hint(checkpoint_dir(job.checkpoint, run_dir), run_dir)
@@ -407,7 +418,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
                 print_results(plan, recipe, dataset, console)
             if rank == 0 and job.monitor.report:
                 write_final_report(plan, console)
-            if not is_complete:
+            if not (is_complete or is_rescaled):
                 reason = "saved a checkpoint and stopped; run the same command to resume"
                 write_torchrun_error(os.environ.get("TORCHELASTIC_ERROR_FILE"), reason, reason)
     except BaseException as error:
@@ -417,7 +428,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
             print(f"weft: rank {rank} failed: {kind}: {error}", file=terminal)
             print(f"  log: {log_path(run_dir, rank)}", file=terminal, flush=True)
         raise
-    return 0 if is_complete else REQUEUE
+    return 0 if is_complete or is_rescaled else REQUEUE
 
 
 # --------------------------------------------------------------------------- printed output

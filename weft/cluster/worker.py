@@ -45,7 +45,8 @@ def main() -> None:
         with connect(plan, job.debug.deterministic) as ranks:
             start_watchdog(job, run_dir, ranks)
             generate = prompt_generator(plan)
-            is_complete = train(plan, dataset, ranks, quiet_console(terminal), generate)
+            console = quiet_console(terminal, quiet=rank != 0)
+            is_complete = train(plan, dataset, ranks, console, generate)
             # The launcher kills all ranks as soon as one exits early.
             dist.barrier()
     except BaseException as error:

@@ -76,6 +76,13 @@ def request_stop(reason: str) -> None:
     _received.append((time.time(), reason))
 
 
+def any_rank_received(number: signal.Signals) -> bool:
+    """Return True if a rank has received this stop signal; a collective."""
+    received = _Reduction()
+    received.start(any(name == number.name for _, name in _received))
+    return received.wait()[0]
+
+
 class StopRequested(Exception):
     """All ranks have agreed to stop in the middle of a step or an evaluation."""
 

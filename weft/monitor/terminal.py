@@ -40,10 +40,20 @@ def quiet_console(file: TextIO, quiet: bool = False) -> Console:
 
 
 class Terminal:
-    """Live progress line on a terminal; elsewhere one line of text per record."""
+    """Live progress line on a terminal; elsewhere one line of text per record.
 
-    def __init__(self, console: Console, steps: int, resumed_step: int) -> None:
+    Args:
+        console: receives the lines.
+        steps: steps of the run.
+        resumed_step: step at which this start begins.
+        is_first: False: not rank 0, which alone knows the goodput of earlier starts.
+    """
+
+    def __init__(
+        self, console: Console, steps: int, resumed_step: int, is_first: bool = True
+    ) -> None:
         self._console = console
+        self._hidden = () if is_first else ("{goodput:",)
         self._steps = steps
         self._start_time = time.monotonic()
         self._resumed_step = resumed_step
@@ -63,7 +73,8 @@ class Terminal:
 
     def write(self, record: StepRecord) -> None:
         """Show a record."""
-        parts = [part for part in STEP_LINE.split("  ") if record.mfu or "{mfu:" not in part]
+        hidden = self._hidden if record.mfu else (*self._hidden, "{mfu:")
+        parts = [part for part in STEP_LINE.split("  ") if not any(h in part for h in hidden)]
         shown = parts if self._progress is None else parts[:3]
         text = "  ".join(shown).format(**vars(record)) + format_means(record.metrics)
         if self._progress is not None:

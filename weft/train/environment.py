@@ -20,7 +20,8 @@ host           nothing: one node
 =============  ===================================================================================
 
 ``PET_*`` in a pod of Kubernetes (Kubeflow's TrainJob) are reported as kubernetes.  A child of
-torchrun, which has ``LOCAL_RANK``, is a rank for any ``run.nodes``.  Without ``LOCAL_RANK``,
+torchrun, which has ``LOCAL_RANK``, is a rank for any ``run.nodes``; HyperPod's elastic agent sets
+the same variables.  Without ``LOCAL_RANK``,
 ``RANK`` may be the number of a pod (Kubeflow's PyTorchJob, which also sets ``PET_*``), and flags
 have priority.
 
@@ -139,6 +140,14 @@ def detect_environment(
 def is_loopback(endpoint: str) -> bool:
     """Return True if an endpoint can only be reached from this host."""
     return endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
+
+
+def is_agent_rank(environment: Environment) -> bool:
+    """Return True if the elastic agent of HyperPod (``hyperpodrun``) has started this rank.
+
+    The operator of the cluster then decides on restarts and on the number of nodes.
+    """
+    return "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH" in environment
 
 
 def is_log_node(environment: Environment) -> bool:

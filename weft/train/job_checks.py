@@ -58,7 +58,7 @@ from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
 from weft.plan.vocabulary import new_tokens
-from weft.train.environment import apply_environment, is_log_node
+from weft.train.environment import apply_environment, is_agent_rank, is_log_node
 from weft.train.loss import OBJECTIVES, build_objective
 from weft.train.machine import detect_machine, is_launched_rank
 from weft.train.run_dir import MAX_EPOCHS
@@ -275,13 +275,18 @@ def check_tokenizer_run(tokenizer: str) -> list[ConfigError]:
 
 
 def _check_restarts(errors: ConfigErrors, limit: float) -> None:
-    """Refuse a time limit that torchrun would answer by a restart.
+    """Refuse a time limit that a launcher would answer by a restart.
 
-    torchrun takes every status but 0 for a failure, and 0 means that all steps are done.
+    torchrun and the agent of HyperPod take every status but 0 for a failure, and 0 means that all
+    steps are done.
     """
     if limit and is_launched_rank() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        rule = "makes torchrun restart the ranks when they have saved and exited"
+        launcher = "torchrun"
         remedy = "use torchrun --max-restarts 0, or start the ranks with weft train"
+        if is_agent_rank(os.environ):
+            launcher = "the operator of HyperPod"
+            remedy = "use 0, and runPolicy.activeDeadlineSeconds of the HyperPodPyTorchJob"
+        rule = f"makes {launcher} restart the ranks when they have saved and exited"
         errors.add("resilience.time_limit", rule, remedy)
 
 

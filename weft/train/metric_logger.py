@@ -1,8 +1,8 @@
 """Record metrics of steps, on the terminal, in ``metrics.jsonl`` and in trackers.
 
 Every rank has a `MetricLogger` and makes the same calls, because most metrics are reduced over all
-ranks; only rank 0 writes.  The host waits for the device in `MetricLogger.log` only;
-docs/observing.md lists the exceptions.
+ranks.  Only rank 0 writes files, and only ranks whose console is not quiet print.  The host waits
+for the device in `MetricLogger.log` only; docs/observing.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from weft.monitor.spans import flush_spans
 from weft.monitor.step_record import StepRecord, rank_stats, router_fields
 from weft.monitor.step_timer import StepTimer, enter_phase
 from weft.monitor.stragglers import Probe, StragglerDetector, gather_rows
+from weft.monitor.terminal import Terminal
 from weft.monitor.trackers import Sink, open_sinks
 from weft.train.setup import Built, Rank
 from weft.train.state import TrainState
@@ -99,7 +100,7 @@ class MetricLogger:
         layer_stats: statistics of chosen steps.
         timer: the clock of this rank.
         events: the event log.
-        console: where rank 0 shows progress.
+        console: where this rank shows progress, unless it is quiet.
     """
 
     def __init__(
@@ -164,6 +165,8 @@ class MetricLogger:
         self._metrics.reset()
         if self._rank.rank == 0:
             self._sinks = open_sinks(self._plan, step, self._console)
+        elif not self._console.quiet:
+            self._sinks = [Terminal(self._console, self._plan.num_steps, step, is_first=False)]
         for sink in self._sinks:
             self._stack.enter_context(closing(sink))
 
