@@ -2,7 +2,8 @@
 # Rehearse failures on real clusters and servers, which this script starts on this machine.
 #   scripts/drill.sh [NAME...]           all drills, or those whose names begin with NAME
 # Exits with status 1 if a drill failed.  A drill without its programs is skipped, with the reason.
-# Amazon's training toolkit is downloaded into build/, because it needs older versions of packages.
+# Amazon's training toolkit and HyperPod's elastic agent are installed in build/, because they need older versions of
+# packages; the agent with PyTorch, which takes 5 GB.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -36,6 +37,12 @@ hyperpod-loop      | a crash loop without progress ends                      | t
 hyperpod-final     | a bug or a mistake is not requeued                      | tests/cluster/test_auto_resume.py::test_failure_that_recurs_ends_the_job
 hyperpod-progress  | failures with progress are requeued                     | tests/cluster/test_auto_resume.py::test_failures_with_progress_are_requeued
 hyperpod-other     | another cluster: srun gets no option                    | tests/cluster/test_auto_resume.py::test_other_cluster_gets_no_option
+agent-fault        | two pods of HyperPod on EKS: restarted, same losses     | tests/cluster/test_hyperpod_agent.py::test_fault_restarts_the_ranks_which_resume
+agent-elastic      | 2, 1, 2 nodes: no fault, same losses                    | tests/cluster/test_hyperpod_agent.py::test_elastic_job_shrinks_and_grows_without_a_fault
+agent-deleted      | a pod is deleted: saved, and the other restarts         | tests/cluster/test_hyperpod_agent.py::test_deleted_pod_saves_and_the_others_report_a_fault
+agent-hang         | a rank hangs: the watchdog names it to the operator     | tests/cluster/test_hyperpod_agent.py::test_hung_rank_is_named_by_the_watchdog_and_restarted
+agent-log          | a rank hangs without a watchdog: a log rule notices it  | tests/cluster/test_hyperpod_agent.py::test_hang_rule_restarts_ranks_without_a_watchdog
+agent-rules        | log rules are broken by their events only               | tests/cluster/test_hyperpod_agent.py::test_rule_is_broken_only_by_its_event
 sagemaker-toolkit  | two hosts under Amazon's toolkit, model exported        | tests/cluster/test_sagemaker_entry.py::test_entry_two_hosts_by_the_toolkit_train
 sagemaker-crash    | a crash: the failure file has its first cause           | tests/cluster/test_sagemaker_entry.py::test_entry_crash_by_the_toolkit_is_reported
 sagemaker-again    | restarted, and it resumes                               | tests/cluster/test_sagemaker_entry.py::test_entry_restarted_job_resumes
@@ -62,6 +69,17 @@ if [ -z "${WEFT_SAGEMAKER_TOOLKIT:-}" ] && wanted sagemaker "${@%%-*}"; then
             -r tests/cluster/sagemaker-toolkit.txt >"$log/toolkit" 2>&1 && mv "$toolkit.part" "$toolkit"
     fi
     [ ! -d "$toolkit" ] || export WEFT_SAGEMAKER_TOOLKIT=$toolkit
+fi
+agent=$PWD/build/hyperpod-agent
+if [ -z "${WEFT_HYPERPOD_AGENT:-}" ] && wanted agent "${@%%-*}"; then
+    if [ ! -e "$agent/installed" ]; then
+        {
+            "$PYTHON" -m venv --clear "$agent" \
+                && "$agent/bin/python" -m pip install --quiet -r tests/cluster/hyperpod-agent.txt . \
+                && touch "$agent/installed"
+        } >"$log/agent" 2>&1
+    fi
+    [ ! -e "$agent/installed" ] || export WEFT_HYPERPOD_AGENT=$agent/bin/python
 fi
 printf '%-18s %-8s %6s  %s\n' drill result seconds outcome
 while IFS='|' read -r name what tests; do

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cluster.conftest import (
     SLEEPY,
@@ -19,17 +20,27 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.hyperpod_operator import Operator, needs_agent
 from tests.cluster.test_launcher import wait_for
-from tests.small import records, small_job
+from tests.pages import ROOT
+from tests.small import records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cli.main import main
 from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
-from weft.cluster.log_rules import FAULT_RULE, NAN_RULE, hang_rule, throughput_rule
 
 pytestmark = pytest.mark.timeout(500, method="signal")  # so that fixtures tidy up
 
 # The variable by which a rank knows the agent.
 AGENT = {"HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH": "/tmp/agent.sock"}
 TWO_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # of one rank each
+# The rules of the page.
+RULES: dict[str, dict[str, Any]] = {
+    rule["name"]: rule
+    for block in re.findall(
+        r"^```yaml\n(- name.*?)^```$",
+        (ROOT / "docs/hyperpod.md").read_text("utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    for rule in yaml.safe_load(block)
+}
 # An optimizer whose third step sends a signal to its own rank.
 SIGNALING = """
 import os, signal
@@ -99,7 +110,7 @@ def test_first_rank_of_each_node_prints_steps_under_the_agent(
 
 def find_steps(directory: Path, rank: int) -> list[str]:
     """Return the lines of a rank's output that match the rule against hangs."""
-    pattern = hang_rule(small_job())["logPattern"]
+    pattern = RULES["hang"]["logPattern"]
     lines = (directory.with_name(f"{directory.name}.said") / str(rank)).read_text().splitlines()
     return [line for line in lines if re.match(pattern, line)]
 
@@ -109,9 +120,9 @@ def test_rules_match_the_lines_of_a_run(arguments: list[str], tmp_path: Path) ->
     statuses, out = run_joined([*arguments, "--resilience.faults", nan], tmp_path, 1)
     assert statuses == [FAILED]
     lines = out.splitlines()
-    (failure,) = (line for line in lines if re.match(FAULT_RULE["logPattern"], line))
-    assert re.match(NAN_RULE["logPattern"], failure), failure
-    pattern = throughput_rule(1)["logPattern"]
+    (failure,) = (line for line in lines if re.match(RULES["fault"]["logPattern"], line))
+    assert re.match(RULES["nan"]["logPattern"], failure), failure
+    pattern = RULES["throughput"]["logPattern"]
     speeds = [found[1] for line in lines if (found := re.match(pattern, line))]
     logged = [str(round(record["tokens_per_second"])) for record in records(tmp_path / "run")]
     assert speeds == logged
@@ -119,23 +130,8 @@ def test_rules_match_the_lines_of_a_run(arguments: list[str], tmp_path: Path) ->
 
 
 def test_rules_are_regular_expressions_of_go() -> None:
-    rules = [hang_rule(small_job()), throughput_rule(1), NAN_RULE, FAULT_RULE]
-    for rule in rules:
+    for rule in RULES.values():
         assert not re.search(r"\(\?[^:]|\\[1-9]", rule["logPattern"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "seconds"),
-    [
-        ([], 3600),
-        ([("monitor.log_interval", "100")], 12000),
-        ([("monitor.log_interval", "10"), ("resilience.step_timeout", "900")], 9000),
-    ],
-)
-def test_hang_rule_waits_longer_than_steps_may_take(
-    overrides: list[tuple[str, str]], seconds: int
-) -> None:
-    assert hang_rule(small_job(*overrides))["expectedRecurringFrequencyInSeconds"] == seconds
 
 
 # --------------------------------------------------------------------------- the real agent
@@ -253,7 +249,7 @@ def test_hang_rule_restarts_ranks_without_a_watchdog(
     """Both nodes print steps, so both have a rule that is broken when the steps end."""
     command = [*arguments, "--resilience.faults", STOPPED, "--resilience.step_timeout", "0"]
     command += ["--checkpoint.async_save", "false"]
-    rule = hang_rule(small_job()) | {"expectedRecurringFrequencyInSeconds": 8}
+    rule = RULES["hang"] | {"expectedRecurringFrequencyInSeconds": 8}
     with Operator(tmp_path, 2, launch(command, 2, 1), [rule]) as operator:
         operator.start(2)
         operator.run_to_end(restarts=1)
@@ -263,16 +259,21 @@ def test_hang_rule_restarts_ranks_without_a_watchdog(
     check_against_reference(tmp_path, store_path, 20)
 
 
+def throughput(tokens_per_second: int) -> dict[str, Any]:
+    rule = RULES["throughput"]
+    return rule | {"metricThreshold": tokens_per_second, "metricEvaluationDataPoints": 3}
+
+
 @pytest.mark.slow
 @needs_agent
 @pytest.mark.parametrize(
     ("rule", "words", "reason"),
     [
-        (throughput_rule(10**9, num_records=3), [], "LogSlow_throughput"),
-        (throughput_rule(1, num_records=3), [], ""),
-        (hang_rule(small_job()) | {"expectedStartCutOffInSeconds": 60}, [], ""),
+        (throughput(10**9), [], "LogSlow_throughput"),
+        (throughput(1), [], ""),
+        (RULES["hang"] | {"expectedStartCutOffInSeconds": 60}, [], ""),
         (
-            NAN_RULE,
+            RULES["nan"],
             [
                 *("--resilience.on_anomaly", "skip", "--resilience.faults"),
                 '[{site = "gradients", kind = "nan", passing = 4, times = 2}]',

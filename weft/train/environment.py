@@ -143,7 +143,7 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def is_agent_rank(environment: Environment) -> bool:
-    """Return True if the elastic agent of HyperPod (``hyperpodrun``) has started this rank.
+    """Return True if HyperPod's elastic agent, ``hyperpodrun``, started this rank.
 
     The operator of the cluster then decides on restarts and on the number of nodes.
     """
