@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from weft.data.loader import (
     Mixture,
     Packing,
     Prefetcher,
+    SpanShuffle,
     TokenChunks,
     evaluation_batches,
     sample_index,
@@ -25,6 +27,57 @@ from weft.train.job_checks import check_length
 
 SEPARATOR = 0
 PACKINGS: list[Packing] = ["windows", "documents"]
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 63, 64, 1000, 1537, 12_345])
+@pytest.mark.parametrize("shuffle", [(1, 1), (3, 2), (8, 1), (2, 5), (100, 3)])
+def test_span_shuffle_is_a_permutation_of_each_epoch(
+    num_samples: int, shuffle: tuple[int, int]
+) -> None:
+    order = SpanShuffle(*shuffle)
+    positions = np.arange(2 * num_samples)
+    found = order.sample_index(positions, num_samples, 7)
+    for epoch in found.reshape(2, num_samples):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_samples))
+    if num_samples > 63:
+        assert not np.array_equal(*found.reshape(2, num_samples))
+    alone = [order.sample_index(positions[n : n + 1], num_samples, 7)[0] for n in positions[::97]]
+    np.testing.assert_array_equal(found[::97], alone)
+
+
+def test_span_shuffle_reads_few_chunks_at_a_time() -> None:
+    order, num_samples = SpanShuffle(8, 4), 64 * 32 * 5 + 777
+    found = order.sample_index(np.arange(num_samples), num_samples, 3)
+    chunks = set()
+    for row in found[: 64 * 32 * 5].reshape(5, 32, 64).transpose(0, 2, 1).reshape(-1, 32):
+        group = set((row // 8).tolist())  # what one stream reads in a row
+        assert len(group) == 4
+        assert group.isdisjoint(chunks)
+        chunks |= group
+    in_order = [np.diff(np.sort(found[n::64][:32])).tolist() for n in range(3)]
+    assert in_order[0] != in_order[1]  # the groups are not neighbors in the file
+
+
+def test_span_shuffle_global_batches_do_not_depend_on_the_ranks() -> None:
+    samples = TokenChunks(make_stream(64 * 300 + 1), 4, "windows", 0, shuffle=SpanShuffle(2, 3))
+    mixture = Mixture([samples, replace(samples, seq_len=4, shuffle=None)], [0.7, 0.3])
+    expected: list[Any] = []
+    for dp_size in (1, 2, 3, 4, 12):
+        batches = []
+        for step in (0, 1, 5, 900):
+            ranks = [
+                loader.get_microbatches(120 * step)
+                for loader in (
+                    Loader(mixture, 1, 120, rank, dp_size, 7, numbers_tokens=True)
+                    for rank in range(dp_size)
+                )
+            ]
+            parts = [batch for rank in ranks for batch in rank]
+            rows = torch.cat([torch.cat((b.token_ids_BT, b.tokens_BT), 1) for b in parts])
+            batches.append(rows[rows[:, 0].argsort()])
+        expected = expected or batches
+        for ours, theirs in zip(batches, expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def make_stream(tokens: int, seed: int = 0) -> TokenStream:

@@ -63,6 +63,8 @@ CASES = [
     ("data.packing=documents", "data.format=chat", 1, "", 1),
     ("data.start_token=false", "data.format=chat", 1, "", 1),
     ("data.add_special_tokens=<|x|>", "", 1, "data.format=chat", 1),
+    ("data.shuffle_span_gib=1", "data.packing=best_fit", 1, "data.packing=documents", 1),
+    ("data.shuffle_span_gib=1", "data.format=chat", 1, "", 1),
     ("data.node_cache_dir=/nvme", "", 1, "data.cache_dir=s3://b/tokens", 1),
     ("data.node_cache_gib=100", "", 1, "data.path=s3://b/tokens", 1),
     ("data.overlong=skip", "", 1, "data.format=chat", 1),

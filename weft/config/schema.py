@@ -262,6 +262,11 @@ class DataSection(Section):
         "best_fit: like documents, but only a document longer than a sequence is split. "
         "Conversations always use best_fit and are never split: see data.overlong",
     )
+    shuffle_span_gib: Annotated[float, Field(ge=0)] = key(
+        0.0,
+        "GiB of tokens of all nodes together within which the sequences of text are shuffled, for "
+        "a store in a bucket that exceeds data.node_cache_gib; 0: all tokens",
+    )
     overlong: Literal["error", "skip", "truncate"] = key(
         "error",
         "action on a conversation longer than train.seq_len. error: stop; skip: drop it; "

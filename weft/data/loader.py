@@ -25,6 +25,9 @@ ratio, so that no batch has many more samples of a source than another.  The pos
 source and how many of its samples came before; that count decides the sample.  So the order within
 a source does not depend on the mixture.
 
+*Two levels.*  With ``data.shuffle_span_gib`` the order of a source is that of `SpanShuffle`, which
+needs a small part of the tokens at a time.  It is a permutation of the samples, too.
+
 *Ranks.*  The global batch at ``consumed`` is the samples at positions consumed .. consumed + GB - 1
 of that order.  The loader then divides it over ranks and microbatches, so neither the number of
 ranks nor the microbatch size changes what a step trains on.
@@ -52,6 +55,7 @@ from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
 from weft.data.packing import PackedSequences, SwappedAnswers, pack_split, swap_answers
 from weft.data.remote_tokens import (
+    REQUEST_BYTES,
     TRAIN,
     WAIT_SECONDS,
     Block,
@@ -89,13 +93,71 @@ def sample_index(positions: Ints, num_samples: int, seed: int) -> Ints:
     if not 1 <= num_samples <= 1 << 40:
         raise ValueError(f"num_samples = {num_samples} must be from 1 to 2**40")
     epoch, offset = np.divmod(np.asarray(positions, np.int64), num_samples)
+    return _permute(offset, num_samples, _epoch_keys(epoch, seed))
+
+
+def _epoch_keys(epoch: Ints, seed: int) -> Words:
+    """Return the key of the permutation of each epoch."""
     start = np.array([seed % (1 << 64)], np.uint64)
-    keys = _mix(_mix(start) + epoch.astype(np.uint64) * _GOLDEN)
-    half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
-    index = _feistel(offset.astype(np.uint64), keys, half_bits)
-    while len(outside := np.flatnonzero(index >= num_samples)):
+    return _mix(_mix(start) + epoch.astype(np.uint64) * _GOLDEN)
+
+
+def _permute(values: Ints, size: int, keys: Words) -> Ints:
+    """Permute 0 .. size - 1 by each value's key."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    index = _feistel(values.astype(np.uint64), keys, half_bits)
+    while len(outside := np.flatnonzero(index >= size)):
         index[outside] = _feistel(index[outside], keys[outside], half_bits)
     return index.astype(np.int64)
+
+
+NUM_STREAMS = 64  # groups that are read at a time, over all nodes
+
+
+class SpanShuffle(NamedTuple):
+    """Shuffle in two levels: chunks of neighboring samples, then samples in groups of chunks.
+
+    An epoch permutes the chunks.  Consecutive ones are a group, whose samples are permuted.
+    Position p takes the next sample of stream p mod `NUM_STREAMS`, and a stream reads one group
+    after the other.  So a rank that trains on some streams needs few groups at a time, and ranks
+    with other streams need others.  What is left for less than a group of each stream is the last
+    group of the epoch, for all streams.
+    """
+
+    chunk_samples: int
+    group_chunks: int
+
+    def sample_index(self, positions: Ints, num_samples: int, seed: int) -> Ints:
+        """Return the sample at each position: see `sample_index`."""
+        epoch, offset = np.divmod(np.asarray(positions, np.int64), num_samples)
+        keys, num_chunks = _epoch_keys(epoch, seed), num_samples // self.chunk_samples
+        size = self.chunk_samples * self.group_chunks
+        body = num_samples // (size * NUM_STREAMS) * size * NUM_STREAMS
+        tail = num_samples - body
+        row, place = np.divmod(offset // NUM_STREAMS, size)
+        group = np.where(offset < body, row * NUM_STREAMS + offset % NUM_STREAMS, -1)
+        group_keys = _mix(keys + (group + 2).astype(np.uint64) * _GOLDEN)
+        is_tail = group < 0
+        if not is_tail.all():
+            place[~is_tail] = _permute(place[~is_tail], size, group_keys[~is_tail])
+        if tail:
+            place[is_tail] = _permute(offset[is_tail] - body, tail, group_keys[is_tail])
+        # Samples before the permutation of chunks; those after the last chunk stay there.
+        index = np.where(is_tail, body, group * size) + place
+        chunk, rest = np.divmod(index, self.chunk_samples)
+        is_moved = chunk < num_chunks
+        if is_moved.any():
+            chunk[is_moved] = _permute(chunk[is_moved], num_chunks, _mix(keys[is_moved]))
+        return chunk * self.chunk_samples + rest
+
+
+def span_shuffle(span_bytes: int, sample_bytes: int) -> SpanShuffle | None:
+    """Return the shuffle within ``span_bytes`` of tokens; 0: None, the shuffle of all samples."""
+    if not span_bytes:
+        return None
+    group_bytes = max(span_bytes // NUM_STREAMS, sample_bytes)
+    chunk_samples = min(REQUEST_BYTES, group_bytes) // sample_bytes or 1
+    return SpanShuffle(chunk_samples, max(1, group_bytes // (chunk_samples * sample_bytes)))
 
 
 def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
@@ -267,6 +329,7 @@ class TokenChunks:
         packing: ``documents`` keeps attention (by ``documents_BT``) and loss inside a document.
         separator: id of the token that ends a document.
         starts_at_separator: a document begins with the separator that ends the one before it.
+        shuffle: order of a run; None: all samples are shuffled together.
     """
 
     stream: TokenStream
@@ -274,6 +337,7 @@ class TokenChunks:
     packing: Packing
     separator: int
     starts_at_separator: bool = False
+    shuffle: SpanShuffle | None = None
 
     def __len__(self) -> int:
         return max(min(1, len(self.stream)), (len(self.stream) - 1) // self.seq_len)
@@ -546,6 +610,10 @@ def list_spans(samples: Samples, indices: Ints) -> list[tuple[TokenStream, Ints,
     return [(stream, starts, lengths) for stream in streams if stream is not None]
 
 
+def _shuffle_of(samples: Samples) -> SpanShuffle | None:
+    return samples.shuffle if isinstance(samples, TokenChunks) else None
+
+
 def _list_blocks(samples: Samples, indices: Ints) -> Iterator[tuple[ReaderClient, list[Block]]]:
     """Yield the readers of samples of a store in a bucket, and the blocks to read."""
     for stream, starts, lengths in list_spans(samples, indices):
@@ -595,7 +663,9 @@ def _build_samples(
     if store.manifest.kind == "text" and section.packing != "best_fit":
         packing: Packing = "documents" if section.keeps_documents else "windows"
         begins = store.manifest.starts_at_separator
-        return TokenChunks(stream, seq_len, packing, separator, begins)
+        span = int(section.shuffle_span_gib * (1 << 30))
+        shuffle = span_shuffle(span, seq_len * np.dtype(store.manifest.dtype).itemsize)
+        return TokenChunks(stream, seq_len, packing, separator, begins, shuffle)
     has_scores = scores and store.manifest.kind != "text"
     sequences = pack_split(store, split, seq_len, section, seed, has_scores)
     loss_mask, weights = store.loss_mask(split), None if has_scores else store.weights(split)
@@ -619,7 +689,8 @@ class Loader:
         dp_rank, dp_size: data-parallel rank and number of ranks.
         microbatch_size: sequences per Batch.
         is_strided: rank r has the sequences r, r + dp_size, ... of a global batch, so that
-            microbatch m of all ranks together does not depend on ``dp_size``.
+            microbatch m of all ranks together does not depend on ``dp_size``.  Otherwise, with
+            `SpanShuffle`, a rank has sequences of neighboring streams.
         numbers_tokens: set ``token_ids_BT``, which do not depend on the layout.
         measures_documents: set ``lengths_BT``.
 
@@ -637,12 +708,15 @@ class Loader:
     numbers_tokens: bool = False
     measures_documents: bool = False
     _sampler: MixtureSampler = field(init=False, compare=False)
-    _cached_samples: dict[tuple[int, int], Ints] = field(
+    _cached_samples: dict[tuple[int, int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
     )
     _is_remote: bool = field(init=False, compare=False)
-    # First position, sequences and steps of the last announcement.
-    _announced: list[tuple[int, int, int]] = field(default_factory=list, init=False, compare=False)
+    _has_streams: bool = field(init=False, compare=False)
+    # First position, part and steps of the last announcement: see `_announce`.
+    _announced: list[tuple[int, tuple[int, int], int]] = field(
+        default_factory=list, init=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.dp_size:
@@ -652,6 +726,8 @@ class Loader:
             )
         object.__setattr__(self, "_sampler", MixtureSampler(self.mixture.shares))  # frozen
         object.__setattr__(self, "_is_remote", self.mixture.is_remote)
+        has_streams = any(_shuffle_of(samples) for samples in self.mixture.sources)
+        object.__setattr__(self, "_has_streams", has_streams)
 
     def get_microbatches(
         self, consumed: int, replica_group: int = 0, num_groups: int = 1
@@ -673,15 +749,15 @@ class Loader:
         )
         num_sequences = max(1, end - begin)
         step = 1 if self.is_strided else num_sequences
-        first = consumed + begin * self.dp_size + self.dp_rank * step
+        part = begin * self.dp_size + self.dp_rank * step, num_sequences
         if self._is_remote:
-            self._announce(first, num_sequences)
-        batch = self.mixture.get_batch(*self._samples(first, num_sequences))
+            self._announce(consumed, part)
+        batch = self.mixture.get_batch(*self._samples(consumed, part))
         if begin == end:
             batch.remove_targets(slice(None))
         if self.numbers_tokens:
-            num_tokens, stride = batch.tokens_BT.shape[1], self.dp_size if self.is_strided else 1
-            sequences_B = first + stride * torch.arange(num_sequences)
+            num_tokens = batch.tokens_BT.shape[1]
+            sequences_B = torch.from_numpy(self._positions(consumed, part, 1)[0])
             ids_BT = sequences_B.unsqueeze(1) * num_tokens + torch.arange(num_tokens)
             batch = batch._replace(token_ids_BT=ids_BT)
         if self.measures_documents and batch.documents_BT is not None:
@@ -690,34 +766,53 @@ class Loader:
         microbatches = (slice(start, start + self.microbatch_size) for start in starts)
         return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]
 
-    def _announce(self, first: int, num_sequences: int) -> None:
-        """Name the blocks of this and the next steps, unless most are named already."""
-        num_steps = max(2, min(MAX_NAMED_STEPS, LOOKUP_POSITIONS // num_sequences))
-        for position, sequences, steps in self._announced:
-            num_since, rest = divmod(first - position, self.global_batch_size)
-            if not rest and sequences == num_sequences and 0 <= num_since < steps // 2:
-                return
-        firsts = first + self.global_batch_size * np.arange(num_steps)
-        step = self.dp_size if self.is_strided else 1
-        positions = firsts[:, None] + np.arange(num_sequences) * step
-        located = self._find_samples(positions.ravel()).reshape(2, num_steps, num_sequences)
-        self.mixture.announce(TRAIN, *located)
-        self._announced[:] = [(first, num_sequences, num_steps)]
+    def _positions(self, consumed: int, part: tuple[int, int], num_steps: int) -> Ints:
+        """Return the positions of this rank in the next steps: int64 (steps, n).
 
-    def _samples(self, first: int, num_sequences: int) -> Ints:
-        """Return source and index of ``num_sequences`` of a rank from ``first``: (2, n)."""
-        samples = self._cached_samples.get((first, num_sequences))
+        ``part`` is the first sequence of this rank in a global batch, and the number n of its
+        sequences, without the order of streams.
+        """
+        steps = consumed + self.global_batch_size * np.arange(num_steps)[:, None]
+        stride = self.dp_size if self.is_strided else 1
+        sequences = part[0] + stride * np.arange(part[1])
+        if not self._has_streams or self.is_strided:
+            return steps + sequences
+        positions = steps + np.arange(self.global_batch_size)
+        order = np.argsort(self._find_streams(positions), axis=1, kind="stable")
+        mine: Ints = np.take_along_axis(positions, order[:, sequences], axis=1)
+        return mine
+
+    def _find_streams(self, positions: Ints) -> Ints:
+        """Return the stream of each position: see `SpanShuffle`."""
+        sources, num_before = self._sampler.assign(positions)
+        sizes = np.array([len(samples) for samples in self.mixture.sources])
+        streams: Ints = num_before % sizes[sources] % NUM_STREAMS
+        return streams
+
+    def _announce(self, consumed: int, part: tuple[int, int]) -> None:
+        """Name the blocks of this and the next steps, unless most are named already."""
+        num_steps = max(2, min(MAX_NAMED_STEPS, LOOKUP_POSITIONS // part[1]))
+        for position, named_part, steps in self._announced:
+            num_since, rest = divmod(consumed - position, self.global_batch_size)
+            if not rest and named_part == part and 0 <= num_since < steps // 2:
+                return
+        positions = self._positions(consumed, part, num_steps)
+        located = self._find_samples(positions.ravel()).reshape(2, num_steps, part[1])
+        self.mixture.announce(TRAIN, *located)
+        self._announced[:] = [(consumed, part, num_steps)]
+
+    def _samples(self, consumed: int, part: tuple[int, int]) -> Ints:
+        """Return source and index of this rank's sequences: int64 (2, n)."""
+        samples = self._cached_samples.get((consumed, *part))
         if samples is None:
             # Also for the next steps: numpy takes about as long for many positions as for few.
-            firsts = first + self.global_batch_size * np.arange(
-                max(1, LOOKUP_POSITIONS // num_sequences)
-            )
-            step = self.dp_size if self.is_strided else 1
-            positions = (firsts[:, None] + np.arange(num_sequences) * step).ravel()
-            located = self._find_samples(positions).reshape(2, -1, num_sequences)
+            num_steps = max(1, LOOKUP_POSITIONS // part[1])
+            positions = self._positions(consumed, part, num_steps)
+            located = self._find_samples(positions.ravel()).reshape(2, num_steps, part[1])
             self._cached_samples.clear()
-            for position, part in zip(firsts.tolist(), located.transpose(1, 0, 2), strict=True):
-                self._cached_samples[position, num_sequences] = part
+            for step in range(num_steps):
+                key = (consumed + step * self.global_batch_size, *part)
+                self._cached_samples[key] = located[:, step]
             samples = located[:, 0]
         return samples
 
@@ -727,9 +822,9 @@ class Loader:
         indices = np.empty_like(num_before)
         for source, samples_of_source in enumerate(self.mixture.sources):
             selected = sources == source
-            indices[selected] = sample_index(
-                num_before[selected], len(samples_of_source), self.seed
-            )
+            shuffle = _shuffle_of(samples_of_source)
+            find = sample_index if shuffle is None else shuffle.sample_index
+            indices[selected] = find(num_before[selected], len(samples_of_source), self.seed)
         return np.stack((sources, indices))
 
 

@@ -159,6 +159,11 @@ EFFECT_RULES: dict[str, EffectRule] = {
     "data.add_special_tokens": replace(
         _CHAT, reason="text is encoded to tokens of data.add_tokens only (data.format=text)"
     ),
+    "data.shuffle_span_gib": EffectRule(
+        lambda plan: plan.job.data.is_text and plan.job.data.packing != "best_fit",
+        "sequences of whole documents (data.packing=best_fit, conversations) need all tokens",
+        "Set data.packing=documents, with text",
+    ),
     "data.node_cache_dir": _BUCKET,
     "data.node_cache_gib": _BUCKET,
     "data.overlong": _CHAT,

@@ -54,6 +54,7 @@ LOSS_KEYS = (
     "data.validation_fraction",
     "data.invalid_utf8",
     "data.packing",
+    "data.shuffle_span_gib",
     "data.overlong",
     "train.objective",
     "train.reward_center_coef",

@@ -56,7 +56,7 @@ EXCLUDED = {
             *("data.chat_template_args", "data.train_turns", "data.train_empty_reasoning"),
             *("data.fields", "data.roles", "data.add_tokens", "data.add_special_tokens"),
             *("data.invalid_utf8", "data.cache_dir"),
-            *("data.node_cache_dir", "data.node_cache_gib"),
+            *("data.node_cache_dir", "data.node_cache_gib", "data.shuffle_span_gib"),
         ),
         "verify trains on random tokens",
     ),

@@ -73,6 +73,7 @@ FIXED = (
     "train.objective",
     "data.format",
     "data.packing",
+    "data.shuffle_span_gib",
     "data.overlong",
     "data.add_tokens",
     "data.add_special_tokens",
