@@ -115,7 +115,7 @@ NUM_STREAMS = 64  # groups that are read at a time, over all nodes
 
 
 class SpanShuffle(NamedTuple):
-    """Shuffle in two levels: chunks of neighboring samples, then samples in groups of chunks.
+    """Shuffle chunks of neighboring samples, then samples in groups of chunks.
 
     An epoch permutes the chunks.  Consecutive ones are a group, whose samples are permuted.
     Position p takes the next sample of stream p mod `NUM_STREAMS`, and a stream reads one group
@@ -152,7 +152,7 @@ class SpanShuffle(NamedTuple):
 
 
 def span_shuffle(span_bytes: int, sample_bytes: int) -> SpanShuffle | None:
-    """Return the shuffle within ``span_bytes`` of tokens; 0: None, the shuffle of all samples."""
+    """Return the shuffle within ``span_bytes`` of tokens; None for 0."""
     if not span_bytes:
         return None
     group_bytes = max(span_bytes // NUM_STREAMS, sample_bytes)
