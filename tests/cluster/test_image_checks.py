@@ -51,6 +51,7 @@ IMAGE = Image(
     compiler="/usr/bin/cc",
     has_python_headers=True,
     command="/opt/weft/bin/weft",
+    python="0.1.0",
     shell="/usr/bin/bash",
     user="root",
     temporary="/tmp",
@@ -93,6 +94,7 @@ def test_image_of_the_dockerfile_has_no_bad_finding() -> None:
         ({}, {"has_python_headers": False}, "compiler", "warning", "headers"),
         ({}, {"command": ""}, "command", "bad", "PATH"),
         ({}, {"shell": ""}, "command", "bad", "bash"),
+        ({}, {"python": ""}, "command", "warning", "SageMaker"),
         ({}, {"private": ("/root",)}, "command", "warning", "/root"),
         ({}, {"temporary": ""}, "user", "bad", "temporary"),
         ({}, {"encoding": "ISO-8859-1"}, "encoding", "warning", "ISO-8859-1"),
@@ -176,7 +178,8 @@ def test_find_missing_packages_groups_them_by_extra() -> None:
 
 def test_collect_image_reads_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tool(tmp_path, monkeypatch, "fi_info", "printf 'efa:\\n    version: 204.0\\n'")
-    (tmp_path / "bin" / "weft").symlink_to(sys.executable)
+    for name in ("weft", "python"):
+        (tmp_path / "bin" / name).symlink_to(sys.executable)
     build_library(tmp_path / PLUGIN)
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     image = collect_image(environment)

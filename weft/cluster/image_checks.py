@@ -63,6 +63,7 @@ class Image:
     compiler: str = ""
     has_python_headers: bool = False
     command: str = ""  # path of weft
+    python: str = ""  # version of weft that the program python imports
     shell: str = ""  # path of bash
     private: tuple[str, ...] = ()  # directories and programs that other users cannot use
     user: str = ""  # name of this user; empty: the user has none
@@ -96,6 +97,7 @@ def collect_image(environment: Mapping[str, str]) -> Image:
         compiler=next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), ""),
         has_python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         command=command,
+        python=run_tool("python", "-c", "import weft; print(weft.__version__)").strip(),
         shell=shutil.which("bash") or "",
         private=tuple(find_private_paths([command, sys.executable])),
         user=user,
@@ -261,6 +263,9 @@ def _check_command(image: Image) -> Iterator[Finding]:
     """Check that every user of the image can start weft, and that jobs can start bash."""
     if not image.shell:
         yield bad("no bash, with which jobs start", "apt-get install bash")
+    if not image.python:
+        remedy = "put the environment of weft first into PATH"
+        yield warning("python does not import weft: SageMaker starts weft with python -m", remedy)
     if not image.command:
         yield bad("weft is not on the PATH", "ENV PATH=/opt/weft/bin:$PATH, or where it is")
     elif image.private:
