@@ -129,17 +129,17 @@ def build_library(path: Path, *options: str) -> None:
 
 
 def test_find_unresolved_names_a_library_that_is_gone(tmp_path: Path) -> None:
-    """As prime-rl found: a stage that copies only /opt/amazon lacks libhwloc."""
-    for name in ("libhwloc.so.15", "libcuda.so.1"):
+    """As in an image that copies only /opt/amazon from another stage."""
+    for name in ("libweft-test.so.15", "libcuda.so.1"):
         build_library(tmp_path / name, f"-Wl,-soname,{name}")
     plugin = tmp_path / "lib" / PLUGIN
     plugin.parent.mkdir()
-    needed = [str(tmp_path / name) for name in ("libhwloc.so.15", "libcuda.so.1")]
+    needed = [str(tmp_path / name) for name in ("libweft-test.so.15", "libcuda.so.1")]
     build_library(plugin, "-Wl,--no-as-needed", *needed, f"-Wl,-rpath,{tmp_path}")
     assert find_unresolved(run_tool("ldd", str(plugin))) == ()
     for name in needed:
         Path(name).unlink()
-    assert find_unresolved(run_tool("ldd", str(plugin))) == ("libhwloc.so.15",)
+    assert find_unresolved(run_tool("ldd", str(plugin))) == ("libweft-test.so.15",)
     symbol = "libefa.so.1: version `EFA_1.4' not found (required by /opt/amazon/efa/lib/x)\n"
     assert find_unresolved(symbol) == ("EFA_1.4",)
 
