@@ -40,10 +40,10 @@ from tests.tools.test_hf_convert import tiny_dir
 from weft.cli.command_parser import CommandParser
 from weft.cli.main import build_parser, main
 from weft.cluster import INTERRUPTED, REQUEUE
-from weft.cluster.submit import RECORD
 from weft.config.escaping import escape_controls
 from weft.config.reader import recipe_names
 from weft.config.schema import keys
+from weft.monitor.run_cost import LAUNCH_FILE
 
 MEMORY_BYTES = 6 << 30  # of address space, beyond what the process has
 MANY_FILES = 2000
@@ -93,7 +93,7 @@ def make_inputs(directory: Path, store: Path) -> Path:
     run = directory / "run"
     overrides = [*STEPS, ("run.dir", str(run)), ("train.steps", "6"), ("checkpoint.interval", "3")]
     run_ranks(_train, 1, overrides, str(store), str(run))
-    (run / RECORD).write_text(json.dumps({"on": "slurm", "id": "17", "time": 1.0}))
+    (run / LAUNCH_FILE).write_text(json.dumps({"on": "slurm", "id": "17", "time": 1.0}))
     tiny_dir(directory / "model", store / "tokenizer.json")
     shutil.copytree(store, directory / "store")
     for name, text in FILES.items():

@@ -21,11 +21,12 @@ from tests.garbled import another_json, binary, nested, nested_objects, wrong_ty
 from tests.small import small_job
 from tests.tools.test_hf_convert import tiny_dir
 from weft.cluster.hang import parse_flight_recorder
-from weft.cluster.submit import RECORD, SubmittedJob
+from weft.cluster.submit import SubmittedJob
 from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import read_json
 from weft.config.reader import read_job
 from weft.data.prepared_cache import read_scans, write_scans
+from weft.monitor.run_cost import LAUNCH_FILE
 from weft.plan.devices import BUILTIN_CLUSTERS, read_clusters
 from weft.tools.evaluate import read_task
 from weft.tools.experiment import COMPARISON, comparison_record, open_comparison
@@ -143,7 +144,7 @@ TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
     "prompts.jsonl": (read_prompt_file, '{"prompt": "Once"}\n"upon"\n'),
     "task.yaml": (read_table, TASK),
     "questions.jsonl": (read_questions, json.dumps(QUESTION) + "\n" + json.dumps(QUESTION)),
-    RECORD: (read_launch_record, json.dumps({"on": "slurm", "id": "17", "time": 1.0})),
+    LAUNCH_FILE: (read_launch_record, json.dumps({"on": "slurm", "id": "17", "time": 1.0})),
     "flight-rank-0": (read_dump, pickle.dumps(DUMP)),
     "verify-fuzz-7.jsonl": (read_fuzz_log, json.dumps(asdict(TRIED)) + "\n"),
     COMPARISON: (

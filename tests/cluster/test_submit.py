@@ -17,6 +17,7 @@ import yaml
 
 from tests.cluster.requests import format_errors, own_recipe, request
 from tests.harness import ROOT
+from tests.monitor.test_run_cost import WrittenRun
 from weft.cli.main import main
 from weft.cluster import slurm
 from weft.cluster.job_request import (
@@ -33,6 +34,7 @@ from weft.cluster.submit import SubmittedJob, build_request
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.reader import read_job
 from weft.config.schema import Job
+from weft.monitor.run_cost import LAUNCH_FILE
 from weft.plan.plan import Machine
 
 DOCS = ROOT / "docs" / "slurm.md"
@@ -547,3 +549,20 @@ def test_large_model_without_data_is_refused(
         'data.tokenizer="train" would train a tokenizer of 4,096 tokens, but the model has 128,256'
         in error
     )
+
+
+def test_status_of_a_job_has_the_cost_of_all_its_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.write_text("#!/bin/bash\necho JobId=7 JobState=PENDING Reason=Priority Restarts=1\n")
+    scontrol.chmod(0o755)
+    run = WrittenRun(tmp_path, price=2.0)
+    (tmp_path / LAUNCH_FILE).write_text('{"on": "slurm", "id": "7", "price_per_gpu_hour": 2.5}')
+    status = "slurm job 7: waiting: pending, Priority, restarted 1 time\n"
+    assert job("status", str(tmp_path)) == 0
+    assert capsys.readouterr().out == status
+    run.start(0, ranks=16)
+    run.event(36_000, "stop", "SIGTERM: saved step 1")
+    assert job("status", str(tmp_path)) == 0
+    assert capsys.readouterr().out == f"{status}cost so far: 400.00 (160 GPU-hours at 2.5)\n"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import run_path
@@ -66,11 +67,17 @@ def run_launch(options: argparse.Namespace) -> None:
 
 
 def run_job_status(options: argparse.Namespace) -> None:
-    """Show the status of a submitted run."""
+    """Show the status of a submitted run, and its cost so far if its records are here."""
     from weft.cluster.submit import SubmittedJob
+    from weft.monitor.run_cost import compute_cost
+    from weft.monitor.run_reader import RunReader, is_run_dir
 
-    run = SubmittedJob.load(options.run)
-    print(f"{run.on} job {run.id}: {run.status()}")
+    job = SubmittedJob.load(options.run)
+    print(f"{job.on} job {job.id}: {job.status()}")
+    if is_run_dir(job.run_dir):
+        cost = compute_cost(RunReader(job.run_dir), time.time())
+        if cost.hours:
+            print(f"{'cost' if cost.price else 'use'} so far: {cost}")
 
 
 def run_job_logs(options: argparse.Namespace) -> None:

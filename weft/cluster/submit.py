@@ -26,6 +26,7 @@ from weft.config.files import expand_path, replace_text, write_json
 from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.config.schema import replace as changed
+from weft.monitor.run_cost import LAUNCH_FILE
 from weft.plan.devices import CPU_DEVICE, parse_cluster
 from weft.plan.plan import Machine
 from weft.plan.plan_text import cluster_machine
@@ -207,7 +208,7 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
             SageMaker's bucket; or if the record of a submitted job cannot be written.
     """
     module, run_dir = get_cluster(on), request.run_dir
-    if (run_dir / RECORD).is_file() and _find_original(run_dir) is None:
+    if (run_dir / LAUNCH_FILE).is_file() and _find_original(run_dir) is None:
         earlier = SubmittedJob.load(run_dir)
         status = earlier.status()
         if is_active(status):
@@ -235,18 +236,17 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
         "file": path.name,
         "time": time.time(),
         "run_dir": str(run_dir.resolve()),  # only to recognize a copy
+        "price_per_gpu_hour": request.job.launch.price_per_gpu_hour,
     }
     try:
-        write_json(run_dir / RECORD, record)
+        write_json(run_dir / LAUNCH_FILE, record)
     except OSError as error:
-        cause = f"{run_dir / RECORD} cannot be written: {error.strerror}"
+        cause = f"{run_dir / LAUNCH_FILE} cannot be written: {error.strerror}"
         raise WeftError(f"{on} accepted job {id}, but {cause}") from error
     return SubmittedJob(run_dir, on, id)
 
 
 # --------------------------------------------------------------------------- submitted jobs
-
-RECORD = "launch.json"
 
 
 def _find_original(run_dir: Path) -> Path | None:
@@ -255,8 +255,8 @@ def _find_original(run_dir: Path) -> Path | None:
     A moved directory is no copy: its job is its own.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        original = Path(json.loads((run_dir / RECORD).read_text("utf-8"))["run_dir"])
-        if (original / RECORD).is_file() and not original.samefile(run_dir):
+        original = Path(json.loads((run_dir / LAUNCH_FILE).read_text("utf-8"))["run_dir"])
+        if (original / LAUNCH_FILE).is_file() and not original.samefile(run_dir):
             return original
     return None
 
@@ -277,21 +277,21 @@ class SubmittedJob:
             InvalidConfig: if the record is missing or damaged.
         """
         try:
-            record: dict[str, Any] = json.loads((run_dir / RECORD).read_text("utf-8"))
+            record: dict[str, Any] = json.loads((run_dir / LAUNCH_FILE).read_text("utf-8"))
             if record["on"] not in CLUSTERS:
                 raise ValueError(record["on"])
             if original := _find_original(run_dir):
-                rule = f"is a copy of {original}, whose job {RECORD} names"
+                rule = f"is a copy of {original}, whose job {LAUNCH_FILE} names"
                 command = f"weft launch {shlex.quote(str(run_dir))} --on {record['on']}"
                 remedy = f"name {original}, or submit the copy: {command}"
                 raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)])
             return cls(run_dir.absolute(), record["on"], record["id"])
         except OSError as error:
-            rule = f"has no {RECORD}: {error.strerror}"
+            rule = f"has no {LAUNCH_FILE}: {error.strerror}"
             remedy = "name the directory of a run that weft launch has submitted"
             raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)]) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            rule = f"has a damaged {RECORD}"
+            rule = f"has a damaged {LAUNCH_FILE}"
             remedy = "use the cluster's own commands for this job, or submit the run again"
             raise InvalidConfig([ConfigError("RUN", str(run_dir), rule, remedy)]) from error
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from weft.config.formatting import format_count
+from weft.monitor.run_cost import compute_cost
 from weft.monitor.run_reader import Floats, RunReader
 from weft.monitor.terminal import format_duration
 from weft.tools.report.chart_points import bin_means, bin_starts
@@ -153,6 +155,11 @@ def run_tiles(run: RunReader, state: str) -> Iterator[Tile]:
     if (value := run.goodput()) is not None:
         elapsed = format_duration(sum(run.time_breakdown().values()))
         yield Tile("goodput", "goodput", f"{value:.1%}", f"of {elapsed}", value=value)
+    cost = compute_cost(run, time.time())
+    if cost.hours and (cost.price or cost.unit == "GPU-hours"):
+        text = str(cost._replace(price=0.0)).removesuffix(f" {cost.unit}")
+        note = f"cost {cost.hours * cost.price:,.2f} at {cost.price:g}" if cost.price else ""
+        yield Tile("hours", cost.unit, text, note, value=cost.hours)
     seconds = run.steady_median("step_seconds")
     if state == "running" and run.steps and seconds is not None:
         left = (run.steps - step) * seconds / max(0.05, run.goodput() or 1.0)
