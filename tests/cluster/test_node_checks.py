@@ -14,6 +14,7 @@ from weft.cluster.network_probes import find_ofi_plugin, list_adapters
 from weft.cluster.node_checks import CHECKS, run_checks
 from weft.cluster.node_facts import (
     Adapter,
+    DcgmResult,
     DeviceMeasurements,
     Directory,
     Facts,
@@ -208,6 +209,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
         "warning",
         "Xid 31",
     ),
+    ("DCGM", {"dcgm": (DcgmResult("pcie", "3", "Fail", "x", 2),)}, "bad", "pcie, GPU 3: x"),
     ("clocks", measured(loaded=gpus(clock_reasons=0x48, celsius=91)), "bad", "3 (91 C)"),
     ("clocks", measured(loaded=gpus(clock_reasons=0x80)), "bad", "power brake"),
     ("clocks", measured(loaded=gpus(clock_reasons=0x20)), "warning", "thermal"),
@@ -367,7 +369,7 @@ def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
         x for x in findings if x.severity != "ok"
     ]
     silent = {name for name, check in CHECKS.items() if not list(check(facts))}
-    measured_by_option = {"transport", "network"}
+    measured_by_option = {"DCGM", "transport", "network"}
     assert silent == measured_by_option | (set() if facts.has_efa else {"efa", "versions of EFA"})
     assert not any("cgroup" in finding.observation for finding in findings)
 

@@ -48,7 +48,8 @@ def add_doctor(commands: Commands) -> None:
     add = add_command(commands, "doctor", run_doctor, __doc__).add_argument
     text = "recipe whose directories, object store and nodes are checked"
     add("recipe", metavar="RECIPE", nargs="?", default=DEFAULT_RECIPE, help=text)
-    add("--full", action="store_true", help="also test every pair of GPUs, and larger files")
+    text = "also test every pair of GPUs and larger files, and run DCGM's diagnostic of GPUs"
+    add("--full", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object instead")
     text = "with several nodes, also measure the network between them"
     add("--network", action="store_true", help=text)

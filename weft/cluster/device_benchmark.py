@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cluster.node_facts import DeviceMeasurements
+from weft.cluster.nvidia_tests import run_all_reduce
 from weft.cluster.rank_exit import exit_process
 from weft.monitor.nvml import GpuState, parse_state, query_gpus
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
@@ -51,10 +52,12 @@ def measure_devices(
         full: measure every pair of devices, and several matmul shapes.
         timeout: seconds until all processes are killed.
     """
+    by_nccl_tests = run_all_reduce(ranks) if device == "cuda" and ranks > 1 else None
     environment = os.environ | single_host_env(device) | {"OMP_NUM_THREADS": str(threads)}
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
         arguments = {"kind": device, "size": ranks, "full": full, "timeout": timeout}
+        arguments["all_reduce"] = by_nccl_tests is None
         processes = []
         for rank in range(ranks):
             argument = json.dumps(arguments | {"rank": rank, "store": f"{directory}/store"})
@@ -78,8 +81,9 @@ def measure_devices(
         flops=tuple(result["flops"] for result in results),
         bandwidth=tuple(result["bandwidth"] for result in results),
         same=tuple(result["same"] for result in results),
-        busbw=first["busbw"],
-        right=all(result["right"] for result in results),
+        busbw=by_nccl_tests[0] if by_nccl_tests else first["busbw"],
+        right=by_nccl_tests[1] if by_nccl_tests else all(r["right"] for r in results),
+        has_nccl_tests=by_nccl_tests is not None,
         pairs=tuple((a, b, rate) for a, b, rate in first["pairs"]),
         loaded=parse_state(first["loaded"]).gpus,
         cpu_share=tuple(r["cpu_share"] for r in results if r["cpu_share"] is not None),
@@ -247,7 +251,9 @@ def query_under_load(device: torch.device, should_query: bool) -> GpuState:
     return state
 
 
-def benchmark_rank(rank: int, size: int, kind: str, store: str, full: bool, timeout: float) -> Any:
+def benchmark_rank(
+    rank: int, size: int, kind: str, store: str, full: bool, timeout: float, all_reduce: bool
+) -> Any:
     """Run the benchmark as one of ``size`` ranks; return the results as JSON values."""
     import torch
     import torch.distributed as dist
@@ -292,7 +298,8 @@ def benchmark_rank(rank: int, size: int, kind: str, store: str, full: bool, time
     barrier()
     results["pairs"] = list(benchmark_peer_copies(full)) if is_gpu and rank == 0 else []
     barrier()
-    results["busbw"], results["right"] = benchmark_all_reduce(device) if size > 1 else (0.0, True)
+    measures = size > 1 and all_reduce
+    results["busbw"], results["right"] = benchmark_all_reduce(device) if measures else (0.0, True)
     barrier()
     return results
 

@@ -185,6 +185,32 @@ def check_health(facts: Facts) -> Iterator[Finding]:
         yield ok(f"no memory errors, {driver}")
 
 
+# Severities of DCGM's errors (DCGM_ERROR_* of dcgm_errors.h) that do not make a GPU unfit.
+DCGM_MONITOR, DCGM_CONFIG = 1, 5
+
+
+def check_dcgm(facts: Facts) -> Iterator[Finding]:
+    """Report the results of DCGM's diagnostic."""
+    if facts.dcgm_error:
+        remedy = "start DCGM's host engine: systemctl start nvidia-dcgm"
+        yield note(f"DCGM's diagnostic did not run: {facts.dcgm_error}", remedy)
+    if not facts.dcgm:
+        return
+    for result in facts.dcgm:
+        observation = f"{result.test}, GPU {result.gpus}: {result.message or result.status}"
+        remedy = "dcgmi diag -r 3 tests longer; if it fails again, replace the GPU"
+        if result.status == "Fail" and result.severity == DCGM_CONFIG:
+            yield note(observation, "a setting of the node, which the message names")
+        elif result.status == "Fail" and result.severity != DCGM_MONITOR:
+            yield bad(observation, remedy)
+        elif result.status in ("Fail", "Warn"):
+            yield warning(observation, remedy)
+    passed = dict.fromkeys(result.test for result in facts.dcgm if result.status == "Pass")
+    failed = {result.test for result in facts.dcgm if result.status in ("Fail", "Warn")}
+    if names := [name for name in passed if name not in failed]:
+        yield ok(f"passed: {', '.join(names)}")
+
+
 def check_clocks(facts: Facts) -> Iterator[Finding]:
     """Check the clocks, under load if possible: an idle GPU always has a low clock."""
     gpus = facts.measured.loaded or facts.gpus
@@ -303,6 +329,7 @@ def check_all_reduce(facts: Facts) -> Iterator[Finding]:
         remedy = "do not train on this node; NCCL_P2P_DISABLE=1 shows if a GPU link is at fault"
         yield bad("the sum over ranks is wrong", remedy)
     observation = f"{results.busbw / 1e9:.3g} GB/s for each of {len(results.flops)} ranks"
+    observation += " (nccl-tests)" * results.has_nccl_tests
     if contention := describe_cpu_contention(results):
         yield note(f"not checked: {contention}; {observation}", RECHECK_REMEDY)
         return

@@ -28,6 +28,7 @@ from weft.cluster.node_facts import (
     Finding,
     NetworkMeasurements,
 )
+from weft.cluster.nvidia_tests import run_dcgm
 from weft.cluster.probes import (
     collect_facts,
     exchange_with_nodes,
@@ -61,7 +62,7 @@ def collect_job_facts(
 
     Args:
         job: decides device, number of nodes, and directories.
-        full: measure every pair of GPUs, and use larger files.
+        full: run DCGM's diagnostic, measure every pair of GPUs, and use larger files.
         with_nodes: exchange facts with the job's other nodes, which must run this concurrently.
         with_network: also measure the network between the nodes, with the job's ranks.
 
@@ -75,9 +76,12 @@ def collect_job_facts(
     ranks = max(1, gpus if uses_gpu else min(facts.usable, MAX_CPU_RANKS))
     device, size = "cuda" if uses_gpu else "cpu", FULL_BYTES if full else QUICK_BYTES
     home = job.checkpoint.dir
+    dcgm, dcgm_error = run_dcgm() if full and uses_gpu and has_all_gpus(facts) else ((), "")
     facts = replace(
         facts,
         device=device,
+        dcgm=dcgm,
+        dcgm_error=dcgm_error,
         measured=measure_devices(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
         directories=tuple(probe_directory(key, path, size) for key, path in job_directories(job)),
         released=count_released(job.data.sources, RELEASED_SAMPLE) if with_nodes else (0, 0),
@@ -153,6 +157,11 @@ def count_visible_gpus(facts: Facts) -> int:
     words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(total)))).split(",")
     visible = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
     return min(total, len(visible))
+
+
+def has_all_gpus(facts: Facts) -> bool:
+    """Return True if this process may use all GPUs of the node, as DCGM does."""
+    return count_visible_gpus(facts) == len(facts.gpus) == facts.device_files > 0
 
 
 def job_directories(job: Job) -> list[tuple[str, Path]]:

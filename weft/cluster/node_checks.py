@@ -263,6 +263,7 @@ CHECKS: dict[str, Check] = {
     "versions": device_checks.check_versions,
     "devices": device_checks.check_devices,
     "health": device_checks.check_health,
+    "DCGM": device_checks.check_dcgm,
     "clocks": device_checks.check_clocks,
     "speed": device_checks.check_speed,
     "topology": device_checks.check_topology,

@@ -109,10 +109,26 @@ class DeviceMeasurements:
     same: tuple[bool, ...] = ()
     busbw: float = 0.0
     right: bool = True  # the sum over ranks
+    has_nccl_tests: bool = False  # busbw and right are from nccl-tests
     pairs: tuple[tuple[int, int, float], ...] = ()
     loaded: tuple[Gpu, ...] = ()
     cpu_share: tuple[float, ...] = ()
     error: str = ""
+
+
+@dataclass(frozen=True)
+class DcgmResult:
+    """Result of a test of DCGM's diagnostic.
+
+    ``gpus``: indices of the GPUs.  ``status``: Pass, Fail, Warn or Skip.  ``severity``: DCGM's
+    number for the first warning; 0: unknown.
+    """
+
+    test: str
+    gpus: str
+    status: str
+    message: str = ""
+    severity: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,6 +202,8 @@ class Facts:
     rendezvous_status: str = ""  # endpoint: '' not probed, 'free', 'answers', or the error
     joined_nodes: tuple[Node, ...] = ()
     measured: DeviceMeasurements = DeviceMeasurements()
+    dcgm: tuple[DcgmResult, ...] = ()
+    dcgm_error: str = ""  # why DCGM's diagnostic, which is installed, has no results
     network: NetworkMeasurements = NetworkMeasurements()
 
     @property
