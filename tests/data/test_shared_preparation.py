@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,18 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import numpy as np
 import pytest
 
 from tests import aws
+from tests.pages import SPECIAL, TEMPLATE, build_tokenizer
 from tests.s3 import Proxy
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import DataSection
 from weft.config.storage import open_directory, put_if_absent
 from weft.data import shared_preparation
+from weft.data.prepare import prepare_store
 from weft.data.shared_preparation import SharedWork, make_together, map_units
+from weft.data.stories import stories
+from weft.data.tokenizer_training import train_tokenizer
 from weft.data.workers import Advance, ignore_progress
 
 pytestmark = pytest.mark.skipif(bool(aws.missing()), reason=f"needs {', '.join(aws.missing())}")
-FAST = {"BEAT_SECONDS": 0.1, "EXPIRY_SECONDS": 1.0, "POLL_SECONDS": 0.05}
+FAST = {"BEAT_SECONDS": 0.1, "EXPIRY_SECONDS": 4.0, "POLL_SECONDS": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +146,7 @@ def test_units_of_workers_that_ended_are_done_by_another(cache: Path) -> None:
             return number * number
 
         def send() -> None:
-            time.sleep(2 * FAST["EXPIRY_SECONDS"])  # workers that live keep their units
+            time.sleep(1.5 * FAST["EXPIRY_SECONDS"])  # workers that live keep their units
             kept.append(lost.isdisjoint(calls) and calls.total() == 27)
             for worker, number in zip(workers, signals, strict=True):
                 os.kill(worker.pid, number)
@@ -256,3 +263,94 @@ def test_store_without_credentials_or_endpoint_is_named(
     assert str(caught.value).startswith(f'data.cache_dir="{cache}" cannot be used: ')
     assert reason in str(caught.value)
     assert "Check the name of the bucket, the credentials and the endpoint" in str(caught.value)
+
+
+# --------------------------------------------------------------------------- stores
+
+
+def start_prepare(source: Path, cache: Path, home: Path, *options: str) -> subprocess.Popen[str]:
+    """Start ``weft data prepare`` as on a machine that shares no directory with others."""
+    command = [sys.executable, "-m", "weft", "data", "prepare", str(source)]
+    keys = ["--data.cache_dir", str(cache), "--data.vocab_size", "600", *options]
+    return subprocess.Popen(
+        [*command, *keys],
+        env=os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
+
+
+CHAT = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+
+
+def write_stories(directory: Path, suffix: str) -> Path:
+    directory.mkdir()
+    for number, story in zip(range(40), stories(), strict=False):
+        line = json.dumps({"text": story}) if suffix == "jsonl" else story
+        (directory / f"{number:02}.{suffix}").write_text(line + "\n")
+    return directory
+
+
+@pytest.mark.system
+def test_prepare_by_two_hosts_gives_the_bytes_of_one(cache: Path, tmp_path: Path) -> None:
+    source = write_stories(tmp_path / "source", "jsonl")
+    hosts = [start_prepare(source, cache, tmp_path / f"host{n}") for n in range(2)]
+    outputs = [host.communicate(timeout=100)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    section = DataSection(path=str(source), vocab_size=600)
+    expected = prepare_store(section, tmp_path / "cache").path
+    assert files_of(cache / "stores" / expected.name) == files_of(expected)
+    assert not (cache / "preparing").exists()
+
+
+def test_text_and_its_tokenizer_by_three_workers_give_the_bytes_of_one(
+    cache: Path, tmp_path: Path
+) -> None:
+    source = write_stories(tmp_path / "source", "txt")
+    section = DataSection(path=str(source), vocab_size=600, node_cache_dir=str(tmp_path / "node"))
+    expected = prepare_store(section, tmp_path / "cache", shard_bytes=2000).path
+    stores = start_workers(3, lambda: prepare_store(section, cache, shard_bytes=2000))
+    assert [str(getattr(s, "url", s)) for s in stores] == [
+        str(cache / "stores" / expected.name)
+    ] * 3
+    assert files_of(cache / "stores" / expected.name) == files_of(expected)
+    assert len([*expected.glob("train-*.bin")]) > 3
+
+
+def test_conversations_are_prepared_by_one_worker_and_read_by_all(
+    cache: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "chats.jsonl"
+    rows = [json.dumps(CHAT | {"id": number}) + "\n" for number in range(50)]
+    source.write_text("".join(rows))
+    tokenizer = build_tokenizer(["? ! user assistant"], SPECIAL, "<|im_end|>", TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    section = DataSection(
+        path=str(source), format="chat", tokenizer=str(tmp_path / "tokenizer" / "tokenizer.json")
+    )
+    expected = prepare_store(section, tmp_path / "cache")
+    remote = section.model_copy(update={"node_cache_dir": str(tmp_path / "node")})
+    stores = start_workers(2, lambda: prepare_store(remote, cache))
+    assert {store.url for store in stores} == {str(cache / "stores" / expected.path.name)}
+    assert files_of(cache / "stores" / expected.path.name) == files_of(expected.path)
+    source.write_text("{}\n" + "".join(rows))
+    errors = start_workers(2, lambda: prepare_store(remote, cache))
+    with pytest.raises(InvalidConfig) as caught:
+        prepare_store(section, tmp_path / "cache")
+    assert [str(error) for error in errors] == [str(caught.value)] * 2
+    assert "chats.jsonl:1" in str(caught.value)
+
+
+def test_tokens_of_other_software_need_a_directory(cache: Path, tmp_path: Path) -> None:
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    train_tokenizer(["a b c"], 300).save(str(tmp_path / "tokenizer.json"))
+    section = DataSection(
+        path=str(tmp_path / "train.bin"), tokenizer=str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(InvalidConfig, match=r"Use a directory as data\.cache_dir"):
+        prepare_store(section, cache)

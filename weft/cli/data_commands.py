@@ -24,9 +24,12 @@ from weft.config.reader import read_job, recipe_names
 from weft.config.run_paths import JOB_FILE
 
 if TYPE_CHECKING:
+    from weft.config.schema import Job
     from weft.data.dataset import Dataset
 
 SUMMARY, _, EXAMPLES = (__doc__ or "").partition("\n\n")
+ON_HELP = "start workers on a cluster, which prepare the data together in data.cache_dir=s3://..."
+WORKERS_HELP = "number of workers of --on (default: one per node)"
 VERIFY_HELP = """\
 Read prepared stores in full and compare them with their manifests.
 
@@ -55,6 +58,8 @@ def add_data(commands: Commands) -> None:
     inspect.add_argument("--samples", type=count, default=3, help="documents to print (default: 3)")
     help_text = "also write the documents as a page, with the trained text marked"
     inspect.add_argument("--html", metavar="FILE", type=local_path, help=help_text)
+    prepare.add_argument("--on", choices=("ray",), help=ON_HELP)
+    prepare.add_argument("--workers", type=count, metavar="N", help=WORKERS_HELP)
     for parser in (prepare, inspect):
         parser.add_argument(
             "what", metavar="PATH|RECIPE", help="data, or a recipe or run that names it"
@@ -68,6 +73,16 @@ def run_data_prepare(options: argparse.Namespace) -> None:
     """Tokenize data once for all runs; resumes where it was interrupted."""
     from weft.data.inspect import summarize_dataset
 
+    if options.workers and not options.on:
+        remedy = "add --on ray, or start the command on several machines"
+        options.errors.add("--workers", "needs a cluster", remedy, value=options.workers)
+    if options.on:
+        from weft.cluster.ray_preparation import prepare_on_ray
+        from weft.train.job_checks import absolute_paths
+
+        job = absolute_paths(read_data_job(options))
+        print("\n".join(prepare_on_ray(job.data, options.workers)))
+        return
     print("\n".join(summarize_dataset(prepare_named_data(options))))
 
 
@@ -93,6 +108,16 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     from weft.cluster.lustre import hydrate_when_reading
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
+
+    job = read_data_job(options)
+    console = quiet_console(sys.stderr)
+    with show_progress(console) as show:
+        report = hydrate_when_reading(job.data, show, console.print)
+        return prepare_data(job.data, cache_dir(job.data), report)
+
+
+def read_data_job(options: argparse.Namespace) -> Job:
+    """Read the recipe, or the default one for a path."""
     from weft.plan.model_config import take_tokenizer
     from weft.train.job_checks import check_tokenizer_run
 
@@ -105,10 +130,7 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
         job = take_tokenizer(job)
     errors += check_tokenizer_run(job.data.tokenizer)
     errors.raise_any()
-    console = quiet_console(sys.stderr)
-    with show_progress(console) as show:
-        report = hydrate_when_reading(job.data, show, console.print)
-        return prepare_data(job.data, cache_dir(job.data), report)
+    return job
 
 
 def run_data_verify(options: argparse.Namespace) -> int:

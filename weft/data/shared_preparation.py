@@ -390,11 +390,14 @@ def make_together(
             return
         check_conditional_put(cache)
         work = SharedWork(cache / WORK_DIR / name, final)
-        _check_versions(cache, work, source, report)
-        with suppress(Completed):
+        try:
+            _check_versions(cache, work, source, report)
             content = make(work)
             with suppress(FileExistsError):  # of a worker that names the source otherwise
                 put_if_absent(final, content)
+        except (Completed, OSError):  # another worker has removed what this one reads
+            if not final.exists():
+                raise
         with suppress(FileNotFoundError):  # others remove them, too
             remove(work.directory)
 

@@ -21,6 +21,7 @@ R = TypeVar("R")
 POLL_SECONDS = 0.2
 Advance = Callable[[int], None]
 
+_core_limit = 1 << 30
 _shared: Any = None  # in a worker: bytes done by all workers, and a stop flag
 
 
@@ -34,7 +35,14 @@ class _Cancelled(Exception):
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return min(_core_limit, len(os.sched_getaffinity(0)))
+
+
+def limit_cores(count: int) -> None:
+    """Limit the cores that this process uses, before its first tokenizer."""
+    global _core_limit
+    _core_limit = count
+    os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
 def choose_num_processes(num_items: int, size_bytes: int, min_parallel_bytes: int) -> int:

@@ -118,7 +118,7 @@ def prepare_job(
     """
     job, base, errors = read_job(recipe, overrides, cli_errors)
     errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
-    job, base = _absolute_paths(job), _absolute_paths(base)
+    job, base = absolute_paths(job), absolute_paths(base)
     plan = None
     later = ConfigErrors(job)
     with later.collect():
@@ -168,7 +168,7 @@ def check_data_is_named(plan: Plan) -> ConfigErrors:
     return errors
 
 
-def _absolute_paths(job: Job) -> Job:
+def absolute_paths(job: Job) -> Job:
     """Make paths absolute, so that job.toml means the same in any directory."""
 
     def full(value: str, word: str) -> str:
