@@ -19,6 +19,7 @@ from weft.cluster.job_placement import RUNS, Placement, make_placement, merge_do
 from weft.config.errors import ConfigError, ConfigErrors, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, flatten
+from weft.plan.plan import Machine, Plan
 
 RUN_DIR = "run.dir"
 
@@ -36,6 +37,8 @@ class JobRequest:
         nodes: minimum and maximum number of nodes.
         devices: GPUs per node; 0: request none.
         run_dir: directory on a file system that all nodes share.
+        plan: the plan of the run, if it has no error.
+        machine: the hardware of the nodes.
     """
 
     name: str
@@ -45,6 +48,8 @@ class JobRequest:
     nodes: tuple[int, int]
     devices: int
     run_dir: Path
+    plan: Plan | None = None
+    machine: Machine | None = None
 
     @property
     def time_limit_seconds(self) -> int:

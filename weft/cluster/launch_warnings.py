@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 
@@ -11,14 +12,47 @@ from weft.cluster.submit import get_cluster
 
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100
+LOST_SECONDS = 600  # of a job: a few minutes each to start and to save before the limit
+# How a run continues after the time limit.  SkyPilot has none.
+WITH_TIME_LIMIT = {
+    "slurm": "Slurm requeues it.",
+    "kubernetes": "Each time, run 'weft job cancel' and the same 'weft launch' command.",
+    "sagemaker": "Each time, run the same 'weft launch' command, which resumes the run.",
+}
 
 
 def print_warnings(on: str, request: JobRequest) -> None:
     """Print the warnings about a request on stderr."""
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
+    warnings += find_short_limit(on, request)
     warnings += get_cluster(on).find_warnings(request)
     for warning in warnings:
         print(f"weft: warning: {warning}", file=sys.stderr)
+
+
+def find_short_limit(on: str, request: JobRequest) -> Iterator[str]:
+    """Yield a warning if the run takes several jobs of ``launch.time_limit``."""
+    if request.plan is None or request.machine is None or on not in WITH_TIME_LIMIT:
+        return
+    from weft.estimate.forecast_text import describe_time  # both import torch
+    from weft.estimate.run_time import estimate_run_seconds
+
+    estimate = estimate_run_seconds(request.plan, request.machine)
+    if estimate is not None and (count := count_submissions(estimate[0], request)) > 1:
+        seconds, method = estimate
+        yield (
+            f"the run takes about {describe_time(seconds)} ({method}, without evaluations and "
+            f"checkpoints), and a job ends after launch.time_limit={request.job.launch.time_limit}:"
+            f" the run needs about {count:,} jobs, of which each loses about "
+            f"{LOST_SECONDS // 60} minutes to start and to save. {WITH_TIME_LIMIT[on]} Or raise "
+            "launch.time_limit."
+        )
+
+
+def count_submissions(seconds: float, request: JobRequest) -> int:
+    """Return how many jobs of ``launch.time_limit`` a run of so many seconds takes."""
+    limit = request.time_limit_seconds
+    return math.ceil(seconds / max(limit - LOST_SECONDS, limit / 2))
 
 
 def find_warnings(request: JobRequest) -> Iterator[str]:

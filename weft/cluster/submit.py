@@ -101,6 +101,7 @@ def build_request(
         errors.add("--on", rule, suggest(on or "", CLUSTERS), value=on or MISSING)
     errors.raise_any("recipe", "extends")  # without a recipe there are only defaults to check
     name, run_dir, nodes, devices = "", Path(), job.run.nodes_text, 0
+    plan = machine = None
     try:
         nodes, devices, machine = describe_nodes(job.run, detect_machine)
         endpoint = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
@@ -120,6 +121,8 @@ def build_request(
         (counts[0], counts[-1]),
         devices,
         run_dir,
+        plan,
+        machine,
     )
     if on in CLUSTERS:
         errors += check_paths(request)
