@@ -393,3 +393,33 @@ def test_packing_one_store_serves_each_row_length(data_dir: Path) -> None:
     text, _ = open_prepared(data_dir, "chat.jsonl")
     assert open_prepared(data_dir, "chat.jsonl", overlong="skip")[0].path == text.path
     assert open_prepared(data_dir, "chat.jsonl", validation_fraction=0.2)[0].path != text.path
+
+
+def test_documents_of_one_length_are_placed_as_one_by_one() -> None:
+    random = np.random.default_rng(5)
+    for seed in range(60):
+        capacity = int(random.integers(1, 60))
+        longest = max(1, capacity // int(random.integers(1, 6)))
+        lengths = random.integers(1, longest + 1, int(random.integers(0, 120)))
+        order, offsets = pack_best_fit(lengths, capacity, seed)
+        found = [order[a:b].tolist() for a, b in pairwise(offsets)]
+        assert found == pack_one_by_one(lengths, capacity, seed)
+
+
+def pack_one_by_one(lengths: Any, capacity: int, seed: int) -> list[list[int]]:
+    """Pack each document into the sequence that it fills best, the last of several equal ones."""
+    shuffled = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
+    sequences: list[list[int]] = []
+    with_space: dict[int, list[int]] = {}
+    for document in shuffled[np.argsort(-lengths[shuffled], kind="stable")].tolist():
+        length = int(lengths[document])
+        if spaces := [space for space, found in with_space.items() if found and space >= length]:
+            space = min(spaces)
+            number = with_space[space].pop()
+        else:
+            space, number = capacity, len(sequences)
+            sequences.append([])
+        sequences[number].append(document)
+        with_space.setdefault(space - length, []).append(number)
+        with_space.pop(0, None)
+    return sequences

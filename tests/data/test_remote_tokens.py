@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import torch
 
 from tests import aws, s3
 from tests.harness import run_ranks
+from weft.cli.main import main
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, dataset_from_store
 from weft.data.loader import Batch, Loader, build_mixture
 from weft.data.prepare import prepare_data, prepare_store
+from weft.data.remote_tokens import FetchFailed
 from weft.data.token_store import STORE_FILE, Store, hash_blocks, open_store
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
@@ -165,3 +169,104 @@ def test_store_in_bucket_gives_the_batches_of_the_local_store(
         for shard in text_store.manifest.train.shards:
             assert by_file.get(shard.file, 0) <= shard.size_bytes  # each block once
         assert ("train.ends" in by_file) == (packing == "best_fit")
+
+
+@pytest.mark.slow
+def test_killed_reader_refusals_and_cut_connections_lose_nothing(
+    text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    url = upload(text_store, bucket)
+    proxy.spoil = faults = s3.RandomFaults(0.3, 0.1)
+    section = section_of(url, tmp_path / "node")
+    batches, num_kills = run_ranks(read_and_kill, 1, section, 12, 0.5, timeout=120)[0]
+    assert_equal(batches, read_batches(dataset_from_store(text_store), section, 0, 1, 12))
+    assert num_kills > 0
+    assert faults.refused > 3
+    assert faults.cut > 0
+
+
+def read_and_kill(
+    section: DataSection, steps: int, probability: float, seed: int = 0
+) -> tuple[list[Any], int]:
+    """Read batches, and kill the reader before some steps; return the number of kills."""
+    dataset = prepare_data(section, Path("/nonexistent"))
+    loader = Loader(build_mixture(dataset, "train", 64, section, 0), 0, 12, 0, 1, 12)
+    random, batches, kills = np.random.default_rng(seed), [], 0
+    for step in range(steps):
+        if random.random() < probability:
+            for pid in find_readers(Path(section.node_cache_dir)):
+                os.kill(int(pid), signal.SIGKILL)
+                kills += 1
+        batches.append(list(loader.get_microbatches(12 * step)[0]))
+    return batches, kills
+
+
+@pytest.mark.slow
+def test_cache_above_its_limit_loses_the_blocks_of_the_longest_unused(
+    text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    url = upload(text_store, bucket)
+    total = sum(shard.size_bytes for shard in text_store.manifest.train.shards)
+    limit = total // 4
+    section = section_of(url, tmp_path / "node", node_cache_gib=limit / (1 << 30))
+    steps = 12
+    results = run_ranks(read_as_rank, 1, section, steps)
+    assert_equal(results[0][0], read_batches(dataset_from_store(text_store), section, 0, 1, steps))
+    used = sum(path.stat().st_size for path in (tmp_path / "node/blocks").glob("??/*"))
+    assert used < 1.2 * limit + 12 * 2 * BLOCK  # a batch may need more than the limit
+
+
+def test_object_that_is_lost_or_damaged_during_a_run_is_named(
+    text_store: Store, bucket: str, tmp_path: Path
+) -> None:
+    url = upload(text_store, bucket)
+    rules = {"change": "is damaged: bytes", "truncate": "is damaged: bytes"}
+    rules["delete"] = "does not exist"
+    for damage, rule in rules.items():
+        section = section_of(url, tmp_path / damage)
+        text = run_ranks(read_damaged, 1, section, damage)[0]
+        assert rule in text
+        assert f"{url}/train-0" in text
+        assert "Put the object there again" in text
+
+
+def read_damaged(section: DataSection, damage: str) -> str:
+    import s3fs
+
+    dataset = prepare_data(section, Path("/nonexistent"))
+    fs = s3fs.S3FileSystem()
+    for name in fs.glob(f"{section.path}/train-*.bin"):
+        content = fs.cat_file(name)
+        fs.rm(name)
+        if damage == "change":
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        if damage != "delete":
+            fs.pipe_file(name, content[: -5000 if damage == "truncate" else None])
+    with pytest.raises(FetchFailed) as caught:
+        read_batches(dataset, section, 0, 1, 30)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_two_jobs_on_a_node_share_one_cache(
+    text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    url = upload(text_store, bucket)
+    section = section_of(url, tmp_path / "node")
+    run_ranks(read_as_rank, 1, section, 4)
+    before = dict(proxy.bytes_by_path)
+    other = section.model_copy(update={"node_cache_gib": 1.0})  # its own reader, the same blocks
+    run_ranks(read_as_rank, 1, other, 4)
+    fetched = {name for name, size in proxy.bytes_by_path.items() if size > before.get(name, 0)}
+    assert not [name for name in fetched if name.endswith(".bin")]
+
+
+def test_places_that_cannot_be_used_are_refused(
+    proxy: s3.Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"cache_dir": "http://host/cache", "node_cache_dir": "s3://b/x"}
+    rules = ["is a server that can only be read", "is not a directory"]
+    keys = [word for name, value in words.items() for word in (f"--data.{name}", value)]
+    assert main(["train", "demo", "--run.dir", str(tmp_path / "run"), *keys]) == 2
+    error = capsys.readouterr().err
+    assert all(rule in error for rule in rules)

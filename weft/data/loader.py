@@ -55,7 +55,6 @@ from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
 from weft.data.packing import PackedSequences, SwappedAnswers, pack_split, swap_answers
 from weft.data.remote_tokens import (
-    REQUEST_BYTES,
     TRAIN,
     WAIT_SECONDS,
     Block,
@@ -112,52 +111,52 @@ def _permute(values: Ints, size: int, keys: Words) -> Ints:
 
 
 NUM_STREAMS = 64  # groups that are read at a time, over all nodes
+CHUNK_BYTES = 64 << 20  # many blocks of a store, because a chunk needs all of those at its ends
 
 
 class SpanShuffle(NamedTuple):
     """Shuffle chunks of neighboring samples, then samples in groups of chunks.
 
-    An epoch permutes the chunks.  Consecutive ones are a group, whose samples are permuted.
-    Position p takes the next sample of stream p mod `NUM_STREAMS`, and a stream reads one group
-    after the other.  So a rank that trains on some streams needs few groups at a time, and ranks
-    with other streams need others.  What is left for less than a group of each stream is the last
-    group of the epoch, for all streams.
+    An epoch permutes the chunks.  ``group_chunks`` consecutive ones are a group, whose samples are
+    permuted.  Position p takes the next sample of stream p mod `NUM_STREAMS`, and a stream reads
+    one group after the other.  So a rank that trains on some streams needs few groups at a time,
+    and ranks with other streams need others.
+
+    The size of a chunk divides the samples evenly, into groups of at most ``group_samples``.  The
+    few remaining samples, less than one per chunk, end the epoch.
     """
 
-    chunk_samples: int
+    group_samples: int
     group_chunks: int
 
     def sample_index(self, positions: Ints, num_samples: int, seed: int) -> Ints:
         """Return the sample at each position: see `sample_index`."""
         epoch, offset = np.divmod(np.asarray(positions, np.int64), num_samples)
-        keys, num_chunks = _epoch_keys(epoch, seed), num_samples // self.chunk_samples
-        size = self.chunk_samples * self.group_chunks
-        body = num_samples // (size * NUM_STREAMS) * size * NUM_STREAMS
-        tail = num_samples - body
-        row, place = np.divmod(offset // NUM_STREAMS, size)
-        group = np.where(offset < body, row * NUM_STREAMS + offset % NUM_STREAMS, -1)
-        group_keys = _mix(keys + (group + 2).astype(np.uint64) * _GOLDEN)
-        is_tail = group < 0
-        if not is_tail.all():
-            place[~is_tail] = _permute(place[~is_tail], size, group_keys[~is_tail])
-        if tail:
-            place[is_tail] = _permute(offset[is_tail] - body, tail, group_keys[is_tail])
-        # Samples before the permutation of chunks; those after the last chunk stay there.
-        index = np.where(is_tail, body, group * size) + place
-        chunk, rest = np.divmod(index, self.chunk_samples)
-        is_moved = chunk < num_chunks
-        if is_moved.any():
-            chunk[is_moved] = _permute(chunk[is_moved], num_chunks, _mix(keys[is_moved]))
-        return chunk * self.chunk_samples + rest
+        keys = _epoch_keys(epoch, seed)
+        num_rows = -(-num_samples // (self.group_samples * NUM_STREAMS))
+        num_chunks = num_rows * NUM_STREAMS * self.group_chunks
+        chunk_samples = num_samples // num_chunks
+        group_size, body = chunk_samples * self.group_chunks, chunk_samples * num_chunks
+        index = offset.copy()
+        if len(last := np.flatnonzero(offset >= body)):
+            index[last] = body + _permute(offset[last] - body, num_samples - body, keys[last])
+        if len(first := np.flatnonzero(offset < body)):
+            row, place = np.divmod(offset[first] // NUM_STREAMS, group_size)
+            group = row * NUM_STREAMS + offset[first] % NUM_STREAMS
+            group_keys = _mix(keys[first] + (group + 2).astype(np.uint64) * _GOLDEN)
+            place = _permute(place, group_size, group_keys)
+            chunk, rest = np.divmod(group * group_size + place, chunk_samples)
+            chunk = _permute(chunk, num_chunks, _mix(keys[first]))
+            index[first] = chunk * chunk_samples + rest
+        return index
 
 
 def span_shuffle(span_bytes: int, sample_bytes: int) -> SpanShuffle | None:
     """Return the shuffle within ``span_bytes`` of tokens; None for 0."""
     if not span_bytes:
         return None
-    group_bytes = max(span_bytes // NUM_STREAMS, sample_bytes)
-    chunk_samples = min(REQUEST_BYTES, group_bytes) // sample_bytes or 1
-    return SpanShuffle(chunk_samples, max(1, group_bytes // (chunk_samples * sample_bytes)))
+    group_bytes = span_bytes // NUM_STREAMS
+    return SpanShuffle(max(1, group_bytes // sample_bytes), -(-group_bytes // CHUNK_BYTES) or 1)
 
 
 def _feistel(value: Words, keys: Words, half_bits: int) -> Words:

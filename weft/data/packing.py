@@ -7,8 +7,8 @@ full (Ding et al., arXiv:2404.10830).
 
 The sequence that a document fills best has the least sufficient space.  One integer, ``spaces``,
 has bit r set if a sequence has space for exactly r tokens; shifted right by the document's length,
-its lowest bit is the wanted space.  So a document costs a few operations on T bits, however many
-sequences there are: a million conversations take seconds.
+its lowest bit is the wanted space.  Documents of one length are placed together, so a million of
+them take a second at most.
 
 A document of n tokens has length n - 1: its last token is a target, and never an input.  A score is
 read at the last token, which then is an input, too: length n (``scores``).
@@ -67,22 +67,37 @@ def pack_best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
     sequences_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0
     sequence_of = np.empty(len(lengths), np.int64)
-    num_sequences = 0
-    for document, length in zip(
-        longest_first.tolist(), lengths[longest_first].tolist(), strict=True
-    ):
-        if fitting := spaces >> length:
-            space = length + (fitting & -fitting).bit_length() - 1
-            sequence = sequences_by_space[space].pop()
-            if not sequences_by_space[space]:
-                spaces ^= 1 << space
-        else:
-            space, sequence = capacity, num_sequences
-            num_sequences += 1
-        if remaining := space - length:
-            sequences_by_space[remaining].append(sequence)
-            spaces |= 1 << remaining
-        sequence_of[document] = sequence
+    num_sequences = begin = 0
+    sizes, counts = np.unique(lengths, return_counts=True)
+    for length, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        end = begin + count
+        while begin < end:
+            fitting = spaces >> length
+            space = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            # No sequence has less space that suffices, so documents of this length fill one.
+            per_sequence = space // length
+            wanted = -(-(end - begin) // per_sequence)
+            if fitting:
+                with_space = sequences_by_space[space]
+                used = with_space[: -wanted - 1 : -1]  # the last first
+                del with_space[-wanted:]
+                if not with_space:
+                    spaces ^= 1 << space
+            else:
+                used = list(range(num_sequences, num_sequences + wanted))
+                num_sequences += wanted
+            placed = min(end - begin, len(used) * per_sequence)
+            sequences = np.repeat(np.array(used), per_sequence)[:placed]
+            sequence_of[longest_first[begin : begin + placed]] = sequences
+            begin += placed
+            num_full, rest = divmod(placed, per_sequence)
+            for filled, remaining in (
+                (used[:num_full], space - per_sequence * length),
+                (used[num_full:], space - rest * length),
+            ):
+                if filled and remaining:
+                    sequences_by_space[remaining] += filled
+                    spaces |= 1 << remaining
     order = longest_first[np.argsort(sequence_of[longest_first], kind="stable")]
     return order, np.searchsorted(sequence_of[order], np.arange(num_sequences + 1))
 

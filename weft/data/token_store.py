@@ -56,7 +56,7 @@ from weft.data.remote_tokens import (
 from weft.data.tokenizer import load_tokenizer
 
 FORMAT = 1
-BLOCK_BYTES = 4 << 20  # with its own hash, so that a part of a file can be checked
+BLOCK_BYTES = 1 << 20  # with its own hash, so that a part of a file can be checked
 STORE_FILE = "store.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
