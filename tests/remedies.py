@@ -27,7 +27,7 @@ Overrides = tuple[tuple[str, str], ...]
 Change = dict[str, str | None]  # key to value; None: without the key
 
 KEY = rf"(?:launch\.(?:options|mounts|secrets|env)\.[\w/-]+|(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)"
-ASSIGNMENT = re.compile(rf"(?:--)?({KEY})(?:=| )([\w.:*\[\]-]*[\w\]*])")
+ASSIGNMENT = re.compile(rf"(?:--)?({KEY})(?:=| )([\w.:*/\[\]-]*[\w\]*])")
 VALUE = re.compile(r"(?:at most |at least |up to )?([\w.*:/+-]*\w|\[[^\]]*\])")
 NO_VALUE = {
     "fewer",

@@ -19,7 +19,7 @@ ALWAYS_EFFECTIVE = frozenset(
     f"{section}.{name}"
     for section, names in {
         "run": "dir device cluster",
-        "model": "path kind preset",
+        "model": "path config kind preset",
         "data": "path mixture validation_path format tokenizer add_tokens invalid_utf8 cache_dir",
         "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
         "objective label_smoothing neftune_alpha",

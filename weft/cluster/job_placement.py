@@ -24,6 +24,7 @@ from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
 from weft.config.run_paths import PATH_KEYS
 from weft.config.schema import Job, LaunchSection
+from weft.plan.model_config import SMALL_FILES
 
 RUNS = "/runs"  # directory of the runs in a container, unless run.dir is below another mount
 # Keys with directories that each node may have for itself.
@@ -388,6 +389,36 @@ def find_paths(job: Job) -> Iterator[tuple[str, str]]:
                     yield f"{section}.{name}", path
 
 
+# Keys of small files, which weft uploads.
+UPLOADED_KEYS = ("data.tokenizer", "data.chat_template")
+
+
+def find_uploads(on: str, job: Job, name: str) -> tuple[dict[str, str], dict[str, Path]]:
+    """Return the files that a job has only on this machine, and where the nodes read them.
+
+    Args:
+        on: name of the cluster.
+        job: the job, with ``launch.bucket``.
+        name: name of the run.
+
+    Returns:
+        The URL of each key, and the files to upload by URL: also those beside a tokenizer.
+    """
+    changes, files = dict[str, str](), dict[str, Path]()
+    is_shared = on == "slurm" and job.launch.image == "auto"
+    for key, path in find_paths(job):
+        file = expand_path(path)
+        is_mounted = make_placement(job.launch).find_mount(str(PurePosixPath(file))) is not None
+        if key not in UPLOADED_KEYS or is_shared or is_mounted or not file.is_file():
+            continue
+        home = f"{job.launch.bucket.rstrip('/')}/weft/{name}/files/{key.partition('.')[2]}"
+        changes[key] = f"{home}/{file.name}"
+        beside = [each for pattern in SMALL_FILES for each in file.parent.glob(pattern)]
+        for each in {file, *(beside if key == "data.tokenizer" else ())}:
+            files[f"{home}/{each.name}"] = each
+    return (changes, files) if job.launch.bucket else ({}, {})
+
+
 def check_job_paths(on: str, job: Job) -> ConfigErrors:
     """Check that the nodes have every path of a job: below a mount, or in the image.
 
@@ -401,10 +432,18 @@ def check_job_paths(on: str, job: Job) -> ConfigErrors:
         if key in NODE_KEYS:
             continue
         full = PurePosixPath(expand_path(path))
-        if not full.is_absolute():
+        if (
+            key in UPLOADED_KEYS
+            and Path(full).is_file()
+            and placement.find_mount(str(full)) is None
+        ):
+            rule = "is a file of this machine, and the nodes of the job do not have it"
+            remedy = "give --launch.bucket VALUE: s3://BUCKET, to which weft uploads it"
+            errors.add(key, rule, remedy, value=path)
+        elif not full.is_absolute():
             if Path(path).exists():
                 rule = "is on this machine, and the nodes of the job do not have it"
-                remedy = "use the path that it has on the nodes, below a directory of launch.mounts"
+                remedy = "copy it to a file system or a bucket of the nodes, and use its path there"
                 errors.add(key, rule, remedy, value=path)
         elif placement.find_mount(str(full)) is None:
             top = f"/{full.parts[1]}" if len(full.parts) > 1 else "/"

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ class JobRequest:
         run_dir: directory on a file system that all nodes share.
         plan: the plan of the run, if it has no error.
         machine: the hardware of the nodes.
+        uploads: files of this machine that the nodes read in ``launch.bucket``, by their URLs.
     """
 
     name: str
@@ -50,6 +51,7 @@ class JobRequest:
     run_dir: Path
     plan: Plan | None = None
     machine: Machine | None = None
+    uploads: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def time_limit_seconds(self) -> int:
@@ -189,7 +191,7 @@ def standalone_recipe(request: JobRequest) -> str | None:
     defaults, tree = flatten(Job()), dict[str, dict[str, Any]]()
     for key, value in flatten(request.job).items():
         section, _, name = key.partition(".")
-        is_excluded = section == "launch" or key in (RUN_DIR, "run.nodes")
+        is_excluded = section == "launch" or key in (RUN_DIR, "run.nodes", "model.config")
         if key not in defaults or (value != defaults[key] and not is_excluded):
             tree.setdefault(section, {})[name] = value
     return tomli_w.dumps(tree)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.job_placement import check_job_paths
+from weft.cluster.job_placement import check_job_paths, find_uploads
 from weft.cluster.job_request import RUN_DIR, Cluster, JobRequest, is_active
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
@@ -26,6 +26,7 @@ from weft.config.files import expand_path, replace_text, write_json
 from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.config.schema import replace as changed
+from weft.config.storage import open_directory
 from weft.monitor.run_cost import LAUNCH_FILE
 from weft.plan.devices import CPU_DEVICE, parse_cluster
 from weft.plan.plan import Machine
@@ -111,18 +112,23 @@ def build_request(
         errors += check_data_is_named(plan)
         name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
     except InvalidConfig as error:
-        errors.add_independent(error.errors)
+        errors.add_independent(map(explain_absent_model, error.errors))
+    sent, uploads = find_uploads(on, job, name) if on in CLUSTERS else ({}, {})
+    for key, url in sent.items():
+        section, _, field = key.partition(".")
+        job = changed(job, **{section: {field: url}})
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     request = JobRequest(
         name,
         recipe,
-        node_overrides(overrides, run_dir, nodes, base.run.nodes_text),
+        node_overrides([*overrides, *sent.items()], run_dir, nodes, base.run.nodes_text),
         job,
         (counts[0], counts[-1]),
         devices,
         run_dir,
         plan,
         machine,
+        uploads,
     )
     if on in CLUSTERS:
         errors += check_paths(request)
@@ -130,6 +136,30 @@ def build_request(
         errors += get_cluster(on).find_errors(request)
     errors.raise_any()
     return request
+
+
+def explain_absent_model(error: ConfigError) -> ConfigError:
+    """Return the error of a model that only the nodes have with the remedy for that."""
+    is_absent = error.key == "model.path" and error.rule == "does not exist"
+    if not is_absent or not str(error.value).startswith("/"):
+        return error
+    remedy = "for a path of the nodes, give --model.config VALUE: a copy of its config.json"
+    return replace(error, rule="does not exist on this machine", remedy=remedy)
+
+
+def upload_files(request: JobRequest) -> None:
+    """Upload the files of a request.
+
+    Raises:
+        WeftError: if the bucket cannot be written.
+    """
+    for url, file in request.uploads.items():
+        try:
+            open_directory(url).write_bytes(file.read_bytes())
+        except Exception as error:  # of the store's client
+            if isinstance(error, WeftError):
+                raise
+            raise WeftError(f"{file} cannot be uploaded to {url}: {error}") from error
 
 
 def describe_nodes(
@@ -182,7 +212,7 @@ def node_overrides(
     pairs = {
         key: value
         for key, value in overrides
-        if not key.startswith("launch.") and key != "run.nodes"
+        if not key.startswith("launch.") and key not in ("run.nodes", "model.config")
     }
     pairs[RUN_DIR] = str(run_dir)
     if ":" in nodes or recipe_nodes != "auto":
@@ -226,6 +256,7 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
     except OSError as error:
         raise WeftError(f"{run_dir} cannot be written: {error.strerror}") from error
     try:
+        upload_files(request)
         id = module.submit(path, request)
     except BaseException:
         path.unlink()

@@ -158,8 +158,13 @@ class ModelSection(Section):
     path: Name = key(
         "",
         "model to train further, in place of all other model keys but vocab_size and those of "
-        "positions (max_seq_len, rope_theta, ...): a Hugging Face directory, org/name on the Hub, "
-        "or a weft run; its weights are imported at the first start",
+        "positions (max_seq_len, rope_theta, ...): a Hugging Face directory, also at s3://, "
+        "org/name on the Hub, or a weft run; its weights are imported at the first start",
+    )
+    config: Name = key(
+        "",
+        "config.json of model.path, for weft launch and weft plan on a machine that does not have "
+        "model.path; the nodes read model.path itself",
     )
     kind: Text = key("llama", "model family, or module:attribute of your own")
     preset: Name = key("toy", "named size of the family")
@@ -200,7 +205,9 @@ class DataSection(Section):
         "train.objective=dpo or reward; unpaired: JSONL lines with prompt, completion and label, "
         "for train.objective=kto",
     )
-    tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
+    tokenizer: Text = key(
+        "train", "path of a tokenizer.json, also at s3://; train: train one on the data"
+    )
     add_tokens: tuple[Text, ...] = key(
         (),
         "tokens to add to the tokenizer, found in any text; a model of model.path gets rows for "
@@ -217,7 +224,7 @@ class DataSection(Section):
     )
     chat_template: Text = key(
         "auto",
-        "Jinja file that formats a conversation; auto: chat_template.jinja or "
+        "Jinja file that formats a conversation, also at s3://; auto: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer",
     )
     chat_template_args: dict[Text, Any] = key(

@@ -17,7 +17,9 @@ from typing import Any
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path, open_regular
 from weft.config.reader import check_section, read_job
+from weft.config.remote_files import fetch_beside, fetch_files
 from weft.config.schema import CHANGEABLE_KEYS, POSITION_KEYS, Job, ModelSection, Section, replace
+from weft.config.storage import is_bucket_url
 from weft.models import FAMILIES, load_family
 from weft.models.hf_mapping import (
     SCORE_HEAD,
@@ -32,8 +34,8 @@ from weft.plan.vocabulary import count_entries, find_growth
 
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
 PATH_REMEDY = (
-    "give a directory with config.json, safetensors and tokenizer.json, org/name of the Hugging "
-    "Face Hub, or the directory of a weft run; weft import makes one of s3://bucket/model"
+    "give a directory with config.json, safetensors and tokenizer.json, also at s3://, org/name of "
+    "the Hugging Face Hub, or the directory of a weft run"
 )
 HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
 SMALL_FILES = ("*.json", "*.jinja", "merges.txt", *ORIGINALS)
@@ -129,6 +131,25 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
     return (job, errors) if errors else (add_score_head(adopted), errors)
 
 
+def _locate_config(section: ModelSection) -> Path:
+    """Return the directory of ``model.path``, or of ``model.config`` where it is elsewhere.
+
+    Raises:
+        InvalidConfig: there is no such model, or no such file.
+    """
+    if not section.config or expand_path(section.path).is_dir():
+        return locate_model(section.path)
+    file = expand_path(section.config)
+    if is_bucket_url(section.config):
+        file = fetch_beside(section.config, SMALL_FILES, "model.config")
+    if file.is_dir():
+        file /= "config.json"
+    if file.name != "config.json" or not file.is_file():
+        rule, remedy = "is not a file config.json", "give the config.json of model.path"
+        raise InvalidConfig([ConfigError("model.config", section.config, rule, remedy)])
+    return file.parent
+
+
 def add_score_head(job: Job) -> Job:
     """Return the job with a score head of the model, if it trains one.
 
@@ -183,7 +204,7 @@ def _read_path(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigEr
         if errors:
             return job, errors
         with errors.collect():
-            directory = locate_model(section.path)
+            directory = _locate_config(section)
             if not is_whole:
                 read = _read_model(directory, section.path)
                 section = ModelSection.model_validate(read.model_dump() | kept)
@@ -213,6 +234,20 @@ def take_tokenizer(job: Job) -> Job:
         return job
     file = locate_model(job.model.path).absolute() / "tokenizer.json"
     return replace(job, data={"tokenizer": str(file)})
+
+
+def fetch_data_files(job: Job) -> tuple[Job, list[ConfigError]]:
+    """Return a job whose tokenizer and chat template are files of this machine.
+
+    Those of an object store are copied: see `weft.config.remote_files`.
+    """
+    errors, changes = ConfigErrors(job), dict[str, str]()
+    for name in ("tokenizer", "chat_template"):
+        url = getattr(job.data, name)
+        if is_bucket_url(url):
+            with errors.collect():
+                changes[name] = str(fetch_beside(url, SMALL_FILES, f"data.{name}"))
+    return replace(job, data=changes), errors
 
 
 def _find_new_ids(run_dir: Path) -> tuple[int, ...]:
@@ -291,16 +326,19 @@ def shown_name(section: ModelSection) -> str:
 
 
 def locate_model(path: str, with_weights: bool = False, key: str = "model.path") -> Path:
-    """Return the directory of a model; download it if it is a name on the Hub.
+    """Return the directory of a model; download it from a bucket or the Hub.
 
     Args:
-        path: a directory, or org/name.
+        path: a directory, a URL of an object store, or org/name.
         with_weights: download the weights, too, not only the configuration and the tokenizer.
         key: that has the value ``path``, for errors.
 
     Raises:
         InvalidConfig: there is no such directory, or the Hub cannot be reached.
     """
+    patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
+    if is_bucket_url(path):
+        return with_tokenizer(fetch_files(path, patterns, key), key, path)
     local, name = expand_path(path), path.removeprefix("hf://")
     rule = "is not a directory" if local.exists() else "does not exist"
     if local.is_dir():
@@ -320,7 +358,6 @@ def locate_model(path: str, with_weights: bool = False, key: str = "model.path")
         remedy = f"run pip install huggingface_hub, or {remedy}"
         raise InvalidConfig([ConfigError(key, path, rule, remedy)]) from error
     disable_progress_bars()
-    patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
     reason = ""
     for is_offline in (True, False):  # the cache first
         try:

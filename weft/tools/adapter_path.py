@@ -15,6 +15,7 @@ from weft.models.hf_mapping import TRAINING_KEYS
 from weft.plan.model_config import (
     REQUIRED,
     adopt_model,
+    fetch_data_files,
     is_complete,
     is_same_path,
     locate_model,
@@ -97,7 +98,10 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
 
 
 def adopt_paths(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
-    """Return the job with what ``model.path`` and ``lora.path`` name."""
+    """Return the job with what ``model.path`` and ``lora.path`` name, and its files here."""
+    job, errors = fetch_data_files(job)
+    if errors:
+        return job, errors
     adopt = adopt_adapter if job.lora.path else adopt_model
     return adopt(job, recipe, run_dir)
 

@@ -45,7 +45,9 @@ RECIPE = "demo"
 # Prefixes of keys that are not drawn, and why.
 EXCLUDED = {
     "run.": "verify sets directory, device and ranks",
-    **dict.fromkeys(("model.preset", "model.path"), "a model's sizes are drawn one by one"),
+    **dict.fromkeys(
+        ("model.preset", "model.path", "model.config"), "a model's sizes are drawn one by one"
+    ),
     "model.score_head": "train.objective=reward sets it",
     "lora.path": "verify trains random adapters",
     **dict.fromkeys(
