@@ -126,7 +126,7 @@ def _changes_of_warning(error: Warned) -> list[Change]:
         if re.match(r"remove (it|the key)", clause, re.I):
             changes.append({error.key: None})
             continue
-        change: Change = dict(re.findall(rf"({KEY})=([\w.*-]*\w(?:,[\w.*-]*\w)*)", clause))
+        change: Change = dict(re.findall(rf"({KEY})=([\w.:/*-]*\w(?:,[\w.*-]*\w)*)", clause))
         above = re.search(rf"({KEY}(?: and {KEY})*) above (\d+)", clause)
         if above:
             change |= dict.fromkeys(re.findall(KEY, above[1]), str(int(above[2]) + 1))

@@ -394,7 +394,7 @@ UPLOADED_KEYS = ("data.tokenizer", "data.chat_template")
 
 
 def find_uploads(on: str, job: Job, name: str) -> tuple[dict[str, str], dict[str, Path]]:
-    """Return the files that a job has only on this machine, and where the nodes read them.
+    """Return the files that only this machine has, and where the nodes read them.
 
     Args:
         on: name of the cluster.

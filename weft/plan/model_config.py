@@ -132,7 +132,7 @@ def adopt_model(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigE
 
 
 def _locate_config(section: ModelSection) -> Path:
-    """Return the directory of ``model.path``, or of ``model.config`` where it is elsewhere.
+    """Return the directory of ``model.path``, or of ``model.config``.
 
     Raises:
         InvalidConfig: there is no such model, or no such file.

@@ -98,7 +98,7 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
 
 
 def adopt_paths(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
-    """Return the job with what ``model.path`` and ``lora.path`` name, and its files here."""
+    """Return the job with what its paths name, and its files on this machine."""
     job, errors = fetch_data_files(job)
     if errors:
         return job, errors
