@@ -72,7 +72,7 @@ if [ -z "${WEFT_SAGEMAKER_TOOLKIT:-}" ] && wanted sagemaker "${@%%-*}"; then
 fi
 agent=$PWD/build/hyperpod-agent
 if [ -z "${WEFT_HYPERPOD_AGENT:-}" ] && wanted agent "${@%%-*}"; then
-    if [ ! -e "$agent/installed" ]; then
+    if [ ! "$agent/installed" -nt pyproject.toml ]; then
         {
             "$PYTHON" -m venv --clear "$agent" \
                 && "$agent/bin/python" -m pip install --quiet -r tests/cluster/hyperpod-agent.txt . \

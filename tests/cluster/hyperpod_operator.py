@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-import weft
 from tests.cluster.conftest import free_port
+from tests.pages import ROOT
 
 AGENT_PYTHON = os.environ.get("WEFT_HYPERPOD_AGENT", "")
 needs_agent = pytest.mark.skipif(
@@ -32,27 +34,45 @@ needs_agent = pytest.mark.skipif(
     "scripts/drill.sh agent installs it, WEFT_HYPERPOD_AGENT names its Python",
 )
 
+# The rules of the page.
+RULES: dict[str, dict[str, Any]] = {
+    rule["name"]: rule
+    for block in re.findall(
+        r"^```yaml\n(- name.*?)^```$",
+        (ROOT / "docs/hyperpod.md").read_text("utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    for rule in yaml.safe_load(block)
+}
+
 
 class Agent:
     """The elastic agent of one pod."""
 
-    def __init__(self, directory: Path, words: Sequence[str], **environment: str) -> None:
-        """Start ``hyperpodrun`` with the given words, in ``directory``.
+    def __init__(
+        self, directory: Path, words: Sequence[str], script: str = "", **environment: str
+    ) -> None:
+        """Start the agent in ``directory``; its files are in another one, as in a pod.
 
-        Its files and its output are in a directory of its own, as in a pod.
+        Args:
+            directory: working directory of the ranks.
+            words: arguments of ``hyperpodrun``.
+            script: shell script that starts it with ``$AGENT_WORDS``, instead of ``words``.
+            **environment: environment variables.
         """
         self.port = free_port()
         self.pod = directory.with_name(f"{directory.name}.pod-{self.port}")
         self.pod.mkdir()
-        command = [AGENT_PYTHON, "-m", "hyperpod_elastic_agent.run"]
+        command = ["-m", "hyperpod_elastic_agent.run"]
         command += ["--server-host", "127.0.0.1", "--server-port", str(self.port)]
         command += ["--rdzv-conf", f"resource_config_dir={self.pod}", "--monitor-interval", "0.1"]
-        command += ["--tee", "3", "--log-dir", str(self.pod / "log")]
-        variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
-        variables["PYTHONPATH"] = str(Path(weft.__file__).parents[1])
+        variables = {"AGENT_WORDS": " ".join(command)}
+        command = [AGENT_PYTHON, *command, "--tee", "3", "--log-dir", str(self.pod / "log"), *words]
+        variables |= os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
+        variables["PYTHONPATH"] = str(ROOT)
         with (self.pod / "output").open("w") as output:
             self.process = subprocess.Popen(
-                [*command, *words],
+                ["bash", "-c", script] if script else command,
                 cwd=directory,
                 env=variables,
                 stdout=output,
@@ -63,6 +83,12 @@ class Agent:
     @property
     def output(self) -> str:
         return (self.pod / "output").read_text()
+
+    @property
+    def last_lines(self) -> str:
+        """The end of the output, without the requests to the agent."""
+        lines = [line for line in self.output.splitlines() if " HTTP/1.1" not in line]
+        return "\n".join(lines[-40:])
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Send a request: POST with a body, else GET."""
@@ -78,7 +104,7 @@ class Agent:
         with suppress(OSError):
             answer: dict[str, Any] = json.loads(self.call("status"))
             return answer
-        assert self.process.poll() is None, self.output
+        assert self.process.poll() is None, self.last_lines
         return {}
 
     def kill(self) -> None:
@@ -98,7 +124,13 @@ class Operator:
     """The training operator of a job."""
 
     def __init__(
-        self, directory: Path, pods: int, words: Sequence[str], rules: Sequence[dict[str, Any]] = ()
+        self,
+        directory: Path,
+        pods: int,
+        words: Sequence[str],
+        rules: Sequence[dict[str, Any]] = (),
+        script: str = "",
+        **environment: str,
     ) -> None:
         """Start the agents of all pods.
 
@@ -107,10 +139,13 @@ class Operator:
             pods: number of pods.
             words: arguments of ``hyperpodrun``.
             rules: ``logMonitoringConfiguration``.
+            script, **environment: see `Agent`.
         """
         self.rules, self.num_faults, self.nodes = list(rules), 0, pods
         self.port = free_port()  # of rank 0; stays the same
-        self.agents = [Agent(directory, words, NNODES=str(pods)) for _ in range(pods)]
+        self.agents = [
+            Agent(directory, words, script, NNODES=str(pods), **environment) for _ in range(pods)
+        ]
         self.faults: list[
             list[dict[str, Any]]
         ] = []  # per restart, the states of agents with a fault
@@ -157,7 +192,10 @@ class Operator:
         while (states := [agent.status().get("status") for agent in self.running]) != [
             state
         ] * self.nodes:
-            assert time.monotonic() < deadline, (states, [agent.output for agent in self.running])
+            assert time.monotonic() < deadline, (
+                states,
+                [agent.last_lines for agent in self.running],
+            )
             time.sleep(0.1)
 
     def run_to_end(self, restarts: int = 0, seconds: float = 200) -> None:
@@ -175,12 +213,15 @@ class Operator:
                 return
             if "faulted" in names:
                 self.faults.append([state for state in states if state.get("status") == "faulted"])
-                outputs = [agent.output for agent in self.running]
+                outputs = [agent.last_lines for agent in self.running]
                 assert self.num_faults < restarts, (states, outputs)
                 self.num_faults += 1
                 self.stop()
                 self.start(self.nodes)
-            assert time.monotonic() < deadline, (names, [agent.output for agent in self.running])
+            assert time.monotonic() < deadline, (
+                names,
+                [agent.last_lines for agent in self.running],
+            )
             time.sleep(0.1)
 
     def shut_down(self) -> None:
@@ -188,4 +229,4 @@ class Operator:
         for agent in self.agents:
             agent.call("shutdown", {})
         for agent in self.agents:
-            assert agent.process.wait(30) == 0, agent.output
+            assert agent.process.wait(30) == 0, agent.last_lines

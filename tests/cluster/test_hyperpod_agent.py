@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import signal
 import time
@@ -18,29 +20,19 @@ from tests.cluster.conftest import (
     check_against_reference,
     run_joined,
 )
-from tests.cluster.hyperpod_operator import Operator, needs_agent
+from tests.cluster.hyperpod_operator import AGENT_PYTHON, RULES, Operator, needs_agent
+from tests.cluster.requests import request
 from tests.cluster.test_launcher import wait_for
-from tests.pages import ROOT
-from tests.small import records
+from tests.small import SMALL, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cli.main import main
-from weft.cluster import FAILED, REQUEUE, USAGE_ERROR
+from weft.cluster import FAILED, REQUEUE, USAGE_ERROR, kubernetes
 
 pytestmark = pytest.mark.timeout(500, method="signal")  # so that fixtures tidy up
 
 # The variable by which a rank knows the agent.
 AGENT = {"HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH": "/tmp/agent.sock"}
 TWO_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # of one rank each
-# The rules of the page.
-RULES: dict[str, dict[str, Any]] = {
-    rule["name"]: rule
-    for block in re.findall(
-        r"^```yaml\n(- name.*?)^```$",
-        (ROOT / "docs/hyperpod.md").read_text("utf-8"),
-        re.MULTILINE | re.DOTALL,
-    )
-    for rule in yaml.safe_load(block)
-}
 # An optimizer whose third step sends a signal to its own rank.
 SIGNALING = """
 import os, signal
@@ -301,3 +293,31 @@ def test_rule_is_broken_only_by_its_event(
 
 def is_faulted(status: dict[str, Any]) -> bool:
     return status.get("status") == "faulted"
+
+
+@pytest.mark.slow
+@needs_agent
+def test_command_of_the_manifest_trains_under_the_agent(tmp_path: Path) -> None:
+    """The pod of a HyperPodPyTorchJob, but for the addresses and paths of this machine."""
+    launch_request = request(
+        *SMALL,
+        ("data.path", str(Path(ast.__file__))),
+        ("data.cache_dir", str(tmp_path / "cache")),
+        launch={"kind": "hyperpod", "mounts": "/runs=pvc:runs", "image": "weft"},
+        nodes=(1, 2),
+    )
+    job = yaml.safe_load(kubernetes.render(launch_request))
+    (container,) = job["spec"]["replicaSpecs"][0]["template"]["spec"]["containers"]
+    script = container["command"][-1].replace("/runs/", f"{tmp_path}/")
+    script = script.replace("/tmp/hyperpod", str(tmp_path / "log"))
+    shim = tmp_path / "bin/hyperpodrun"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec {AGENT_PYTHON} $AGENT_WORDS "$@"\n')
+    shim.chmod(0o755)
+    path = f"{shim.parent}:{os.environ['PATH']}"
+    rules = job["spec"]["runPolicy"]["logMonitoringConfiguration"]
+    with Operator(tmp_path, 1, [], rules, script, PATH=path) as operator:
+        operator.start(1)
+        operator.run_to_end()
+        operator.shut_down()
+    assert records(tmp_path / "small-run")[-1]["step"] == 20

@@ -1,17 +1,21 @@
-"""Kubernetes: a Kubeflow TrainJob (Trainer v2), or a JobSet.
+"""Kubernetes: a Kubeflow TrainJob (Trainer v2), a JobSet, or a HyperPodPyTorchJob.
 
-Both create an Indexed Job whose pods run ``weft train``, one per node.  `weft.train.environment`
-detects the rank of a pod from ``PET_*`` variables, which Kubeflow sets for a TrainJob, and this
-module for a JobSet.  A TrainJob gets its own TrainingRuntime, which has the relevant settings:
-shared memory, the volume, the time to save, and the exit statuses that restart a pod.
+The first two create an Indexed Job whose pods run ``weft train``, one per node.
+`weft.train.environment` detects the rank of a pod from ``PET_*`` variables, which Kubeflow sets for
+a TrainJob, and this module for a JobSet.  A TrainJob gets its own TrainingRuntime, which has the
+relevant settings: shared memory, the volume, the time to save, and the exit statuses that restart a
+pod.
 
-``kubeflow_trainer_api``, the published models of both APIs, validates the manifest.
+The pods of a HyperPodPyTorchJob run HyperPod's elastic agent, which starts the ranks when the
+operator tells it to: see docs/hyperpod.md.
+
+``kubeflow_trainer_api``, the published models of the first two, validates the manifest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from weft.cluster.job_request import (
     stream_cli,
     warn_unchecked,
 )
+from weft.cluster.log_rules import hang_rule
 from weft.config.errors import ConfigErrors, WeftError
 from weft.train.environment import PORT
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
@@ -43,6 +48,13 @@ MAX_LOST_NODES = 6
 INSTANCE_LABEL, HOST_LABEL = "node.kubernetes.io/instance-type", "kubernetes.io/hostname"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-{}-topology"
+HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"  # of nodes of HyperPod
+# The agent reports to the operator, which starts the ranks again.  It counts restarts by the hour
+# (`resilience.max_restarts_per_hour`), after them all pods; this is the limit of the whole job.
+MAX_RANK_RESTARTS = 1000
+# Names of the kinds as resources, and the label that their pods have.
+RESOURCES = {"hyperpod": "hyperpodpytorchjob"}
+POD_LABELS = {"hyperpodpytorchjob": "HPJob"}
 
 
 def find_errors(request: JobRequest) -> ConfigErrors:
@@ -64,6 +76,9 @@ def find_errors(request: JobRequest) -> ConfigErrors:
             f"use another --run.dir, such as {request.run_dir.with_name(f'run-{request.name}')}"
         )
         errors.add("run.dir", rule, remedy, value=str(request.run_dir))
+    if launch.kind == "hyperpod" and request.job.resilience.time_limit:
+        rule = "makes the operator of HyperPod restart the ranks when they have saved and exited"
+        errors.add("resilience.time_limit", rule, "use 0, and launch.time_limit")
     if launch.topology and not launch.queue:
         rule = "needs Kueue, which places the pods of its queues"
         errors.add("launch.topology", rule, "give --launch.queue VALUE, or remove it")
@@ -89,12 +104,16 @@ def find_warnings(request: JobRequest) -> Iterator[str]:
 def render(request: JobRequest) -> str:
     """Return the manifest: the recipe unless it is a shipped one, and the job."""
     launch, placement, recipe = request.job.launch, request.placement, standalone_recipe(request)
+    plan = request.plan
+    ranks = plan.local_world_size if plan else request.devices or 1
     min_nodes, max_nodes = request.nodes
     words = request.command(
         request.recipe if recipe is None else "/etc/weft/recipe.toml",
         **{RUN_DIR: request.node_run_dir},
     )
-    if launch.setup:
+    if launch.kind == "hyperpod":
+        words = ["bash", "-c", _agent_script(request, ranks, words)]
+    elif launch.setup:
         script = build_script(launch.setup, format_command(words, "  ")) + "\n"
         words = ["bash", "-c", script]
     queue = {QUEUE_LABEL: launch.queue, PRIORITY_LABEL: launch.priority}
@@ -125,13 +144,36 @@ def render(request: JobRequest) -> str:
         secrets={name: reference.split("/", 1) for name, reference in secrets.items()},
         volumes=[_volume(mount) for mount in placement.mounts if mount.kind != "image"],
         resources=_resources(request),
+        ranks=str(ranks),
+        node_counts=list(plan.node_counts if plan else range(min_nodes, max_nodes + 1)),
+        log_rules=[hang_rule(request.job)],
+        max_restarts_per_hour=request.job.resilience.max_restarts_per_hour,
         nodes=str(max_nodes) if min_nodes == max_nodes else f"{min_nodes}:{max_nodes}",
         max_nodes=max_nodes,
         seconds=request.time_limit_seconds,
         GRACE_SECONDS=GRACE_SECONDS,
         MAX_LOST_NODES=MAX_LOST_NODES,
+        MAX_RANK_RESTARTS=MAX_RANK_RESTARTS,
         PORT=PORT,
     )
+
+
+def _agent_script(request: JobRequest, ranks: int, words: Sequence[str]) -> str:
+    """Return the shell script of a pod that runs HyperPod's elastic agent.
+
+    The agent is the first process of the container, so that it gets the SIGTERM before the pod
+    ends.  It gives the ranks less time than the pod has.  It reads the output of the ranks from
+    files.
+    """
+    agent = [
+        *("hyperpodrun", "--nnodes", '"$NNODES"', "--nproc-per-node", str(ranks)),
+        *("--tee", "3", "--log-dir", "/tmp/hyperpod", "--shutdown-timeout"),
+        *(str(GRACE_SECONDS - 30), "-m"),
+    ]
+    # The operator sets the variable, and gives the real number to the agent when it starts.
+    setup = [*request.job.launch.setup, f'export NNODES="${{NNODES:-{request.nodes[1]}}}"']
+    command = f"{' '.join(agent)} \\\n  {format_command(words, '  ')}"
+    return build_script(setup, command) + "\n"
 
 
 def _volume(mount: Mount) -> tuple[Mount, str, str]:
@@ -146,6 +188,8 @@ def _node_terms(request: JobRequest) -> Iterator[dict[str, Any]]:
     """Yield the conditions that a node must meet."""
     launch, placement = request.job.launch, request.placement
     labels = {**launch.node_labels}
+    if launch.kind == "hyperpod":
+        labels.setdefault(HEALTH_LABEL, "Schedulable")
     if launch.instance_type:
         labels.setdefault(INSTANCE_LABEL, launch.instance_type)
     for label, value in labels.items():
@@ -193,6 +237,8 @@ def check(text: str) -> list[str]:
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
         "JobSet": models.JobsetV1alpha2JobSet,
         "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
+        # Its own fields have no published models.
+        "HyperPodPyTorchJob": models.IoK8sApiCoreV1PodTemplateSpec,
     }
     errors = []
     for document in yaml.safe_load_all(text):
@@ -200,14 +246,17 @@ def check(text: str) -> list[str]:
         if kind not in kinds:
             errors.append(f"kind {kind}: is not one of {', '.join(kinds)}")
             continue
-        try:
-            parsed = kinds[kind].from_dict(document).to_dict()
-        except ValueError as error:  # of pydantic
-            errors.append(f"{kind}: {error}")
-            continue
-        errors += [
-            f"{kind}: no field {path}" for path in _find_dropped_fields(document, parsed, "")
-        ]
+        parts = [document]
+        if kind == "HyperPodPyTorchJob":
+            parts = [spec.get("template") for spec in document["spec"]["replicaSpecs"]]
+        for part in parts:
+            try:
+                parsed = kinds[kind].from_dict(part).to_dict()
+            except ValueError as error:  # of pydantic
+                errors.append(f"{kind}: {error}")
+                continue
+            paths = _find_dropped_fields(part, parsed, "")
+            errors += [f"{kind}: no field {path}" for path in paths]
     return errors
 
 
@@ -229,7 +278,8 @@ def _find_dropped_fields(given: Any, parsed: Any, path: str) -> Iterator[str]:
 
 def submit(path: Path, request: JobRequest) -> str:
     """Submit the manifest; return NAMESPACE/KIND/NAME (no NAMESPACE: kubectl's own)."""
-    space, kind = request.job.launch.namespace, request.job.launch.kind
+    launch = request.job.launch
+    space, kind = launch.namespace, RESOURCES.get(launch.kind, launch.kind)
     if _kubectl(space, "get", kind, request.name, "--ignore-not-found", "-o", "name").strip():
         remedy = "use weft job cancel, kubectl delete, or another --run.dir"
         raise WeftError(f"{kind} {request.name} already exists; {remedy}")
@@ -257,9 +307,9 @@ def status(id: str) -> str:
             return f"failed: {message}"
         if condition["type"] == "Suspended":
             return f"waiting: suspended: {message}"
-    pods = json.loads(_kubectl(space, "get", "pods", "-l", _pod_selector(name), "-o", "json"))[
-        "items"
-    ]
+    pods = json.loads(
+        _kubectl(space, "get", "pods", "-l", _pod_selector(kind, name), "-o", "json")
+    )["items"]
     running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
     if not running:
         return f"waiting: {len(pods)} pods, none of them running"
@@ -269,13 +319,13 @@ def status(id: str) -> str:
 
 def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its pod."""
-    space, _, name = id.split("/")
+    space, kind, name = id.split("/")
     words = [
         "kubectl",
         *_namespace_option(space),
         "logs",
         "-l",
-        _pod_selector(name),
+        _pod_selector(kind, name),
         "--prefix",
         "--tail=-1",
     ]
@@ -303,5 +353,5 @@ def _namespace_option(namespace: str) -> list[str]:
     return [f"--namespace={namespace}"] if namespace else []
 
 
-def _pod_selector(name: str) -> str:
-    return f"jobset.sigs.k8s.io/jobset-name={name}"
+def _pod_selector(kind: str, name: str) -> str:
+    return f"{POD_LABELS.get(kind, 'jobset.sigs.k8s.io/jobset-name')}={name}"

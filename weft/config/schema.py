@@ -1056,8 +1056,10 @@ class LaunchSection(Section):
     subnets: tuple[Text, ...] = key((), "subnets of the VPC of a SageMaker job")
     security_groups: tuple[Text, ...] = key((), "security groups of the VPC of a SageMaker job")
     namespace: Name = key("", "namespace of Kubernetes; empty: kubectl's own")
-    kind: Literal["trainjob", "jobset"] = key(
-        "trainjob", "object of Kubernetes. trainjob: Kubeflow Trainer v2; jobset: a JobSet"
+    kind: Literal["trainjob", "jobset", "hyperpod"] = key(
+        "trainjob",
+        "object of Kubernetes. trainjob: Kubeflow Trainer v2; jobset: a JobSet; hyperpod: a "
+        "HyperPodPyTorchJob, for the training operator of SageMaker HyperPod",
     )
     pull_secrets: tuple[Text, ...] = key((), "secrets that pull the image (Kubernetes)")
     labels: dict[Text, Name] = key(
