@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster.requests import request
+from tests.cluster.test_sagemaker import IMAGE, LAUNCH
 from tests.cluster.test_sagemaker_entry import (
     SMALL_HYPERPARAMETERS,
     as_container,
@@ -17,6 +20,8 @@ from tests.cluster.test_sagemaker_entry import (
 )
 from tests.monitor.test_step_record import record
 from tests.small import records
+from weft.cli.main import main
+from weft.cluster import FAILED, USAGE_ERROR, sagemaker
 from weft.cluster.cloudwatch import metric_definitions
 from weft.config.schema import Job, TrainSection
 from weft.monitor.terminal import STEP_LINE, Terminal, quiet_console
@@ -97,3 +102,38 @@ def test_expressions_read_the_output_of_a_container(tmp_path: Path, store_path: 
         expected = [float(f"{row[name]:{formats[name]}}") for row in logged]
         assert read == expected, name
     assert list((tmp_path / "checkpoints/tensorboard").glob("events.out.*"))
+
+
+def test_dashboard_of_a_submitted_job_has_every_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arn = "arn:aws:sagemaker:us-west-2:123456789012:training-job/mine-261129-120000"
+    (tmp_path / "launch.json").write_text(json.dumps({"on": "sagemaker", "id": arn}))
+    assert main(["job", "dashboard", str(tmp_path)]) == FAILED
+    assert "launch-request.json is not the request of a training job" in capsys.readouterr().err
+    job = request(launch=LAUNCH | {"image": IMAGE[1]}, nodes=(2, 2), devices=8)
+    (tmp_path / "launch-request.json").write_text(sagemaker.render(job))
+    assert main(["job", "dashboard", str(tmp_path)]) == 0
+    widgets = json.loads(capsys.readouterr().out)["widgets"]
+    places = {(widget["x"], widget["y"]) for widget in widgets}
+    assert len(places) == len(widgets)
+    rows = []
+    for widget in widgets:
+        assert widget["x"] + widget["width"] <= 24
+        properties = widget["properties"]
+        assert (properties["region"], properties["period"]) == ("us-west-2", 60)
+        rows += properties["metrics"]
+    name = "mine-261129-120000"
+    own = {row[1] for row in rows if row[2:] == ["TrainingJobName", name]}
+    assert own == {item["Name"] for item in metric_definitions(job.job)}
+    hosts = {row[3] for row in rows if row[1:3] == ["GPUUtilization", "Host"]}
+    assert hosts == {f"{name}/algo-1", f"{name}/algo-2"}
+    assert {row[0] for row in rows} == {"/aws/sagemaker/TrainingJobs"}
+
+
+def test_dashboard_of_another_cluster_names_prometheus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch.json").write_text('{"on": "slurm", "id": "7"}')
+    assert main(["job", "dashboard", str(tmp_path)]) == USAGE_ERROR
+    assert "--monitor.prometheus" in capsys.readouterr().err

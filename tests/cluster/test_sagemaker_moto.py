@@ -14,6 +14,7 @@ from tests import aws
 from tests.cluster.requests import own_recipe, request
 from tests.cluster.test_sagemaker import IMAGE, LAUNCH
 from tests.harness import ROOT
+from weft.cli.main import main
 from weft.cluster import sagemaker
 from weft.config.errors import InvalidConfig
 
@@ -121,7 +122,10 @@ def test_job_with_file_systems_that_do_not_exist_is_refused(
 
 
 def test_example_of_the_page_runs(
-    client: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The block that submits a job from a notebook, with the page's recipe without its FSx."""
     page = (ROOT / "docs/sagemaker.md").read_text("utf-8")
@@ -142,5 +146,12 @@ def test_example_of_the_page_runs(
     exec(submit, scope)
     assert scope["job"].status() == "completed"
     assert (tmp_path / "runs/mine/launch.json").exists()
+    capsys.readouterr()
+    assert main(["job", "dashboard", "runs/mine"]) == 0
+    dashboard = capsys.readouterr().out
+    cloudwatch = client("cloudwatch")
+    created = cloudwatch.put_dashboard(DashboardName="mine", DashboardBody=dashboard)
+    assert not created.get("DashboardValidationMessages")
+    assert cloudwatch.get_dashboard(DashboardName="mine")["DashboardBody"] == dashboard
     exec(read, scope)
     assert scope["metrics"]["loss"].tolist() == [2.5]

@@ -36,13 +36,14 @@ def add_launch(commands: Commands) -> None:
 
 
 def add_job(commands: Commands) -> None:
-    """Add ``weft job status``, ``weft job logs`` and ``weft job cancel``."""
-    summary = "Show the status or logs of a submitted run, or cancel it."
+    """Add ``weft job status``, ``logs``, ``cancel`` and ``dashboard``."""
+    summary = "Show the status, logs or dashboard of a submitted run, or cancel it."
     group = commands.add_parser("job", help=summary, description=summary).add_commands()
     status = add_command(group, "status", run_job_status, takes_keys=False)
     logs = add_command(group, "logs", run_job_logs, takes_keys=False)
     cancel = add_command(group, "cancel", run_job_cancel, takes_keys=False)
-    for parser in (status, logs, cancel):
+    dashboard = add_command(group, "dashboard", run_job_dashboard, takes_keys=False)
+    for parser in (status, logs, cancel, dashboard):
         parser.add_argument("run", metavar="RUN", type=run_path, help="run directory")
     logs.add_argument("--follow", action="store_true", help="keep printing until the job ends")
 
@@ -93,3 +94,22 @@ def run_job_cancel(options: argparse.Namespace) -> None:
     from weft.cluster.submit import SubmittedJob
 
     print(SubmittedJob.load(options.run).cancel())
+
+
+def run_job_dashboard(options: argparse.Namespace) -> None:
+    """Print a CloudWatch dashboard of a SageMaker job as JSON.
+
+    aws cloudwatch put-dashboard --dashboard-name NAME --dashboard-body file://FILE creates it.
+    """
+    from weft.cluster import sagemaker
+    from weft.cluster.cloudwatch import read_dashboard
+    from weft.cluster.submit import SubmittedJob
+    from weft.config.errors import ConfigError, InvalidConfig
+
+    job = SubmittedJob.load(options.run)
+    if job.on != "sagemaker":
+        rule = f"is a job of {job.on}, whose metrics are not in CloudWatch"
+        remedy = "serve them to Prometheus with --monitor.prometheus"
+        raise InvalidConfig([ConfigError("RUN", str(job.run_dir), rule, remedy)])
+    path = job.run_dir / f"launch{sagemaker.FILE_SUFFIX}"
+    print(read_dashboard(path, *sagemaker.parse_id(job.id)))

@@ -80,7 +80,7 @@ class JobRequest:
 class Cluster(Protocol):
     """The functions of the module of a cluster: see `weft.cluster.submit.CLUSTERS`."""
 
-    FILE_SUFFIX: str  # of the script or manifest: '.sh', '.yaml', '.json'
+    FILE_SUFFIX: str  # of the script or manifest: '.sh', '.yaml', '-request.json'
 
     def find_errors(self, request: JobRequest) -> list[ConfigError]:
         """Return the configuration errors of a request."""

@@ -44,7 +44,7 @@ from weft.config.errors import ConfigErrors, WeftError, suggest
 from weft.config.schema import Job
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
-FILE_SUFFIX = ".json"
+FILE_SUFFIX = "-request.json"  # launch.json is the record of the submission
 RUN = "/opt/ml/checkpoints"  # the run directory in the container
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 FINAL_STATES = ("Completed", "Failed", "Stopped")
@@ -301,7 +301,7 @@ def submit(path: Path, request: JobRequest) -> str:
 
 def status(id: str) -> str:
     """Return one line: 'waiting...', 'running...' with instances, or how it ended."""
-    name, region = _parse_id(id)
+    name, region = parse_id(id)
     with connect_aws(region) as client:
         job = client("sagemaker").describe_training_job(TrainingJobName=name)
     state, detail = job["TrainingJobStatus"], job.get("SecondaryStatus", "")
@@ -328,7 +328,7 @@ def _describe_instances(resources: Mapping[str, Any]) -> str:
 
 def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its instance."""
-    name, region = _parse_id(id)
+    name, region = parse_id(id)
     with connect_aws(region) as client:
         job, log = client("sagemaker"), client("logs")
         streams = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
@@ -354,13 +354,13 @@ def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
 
 def cancel(id: str) -> str:
     """Stop the job, which saves a checkpoint; return a message."""
-    name, region = _parse_id(id)
+    name, region = parse_id(id)
     with connect_aws(region) as client:
         client("sagemaker").stop_training_job(TrainingJobName=name)
     return f"stopping {name}: it has two minutes to save a checkpoint"
 
 
-def _parse_id(id: str) -> tuple[str, str | None]:
+def parse_id(id: str) -> tuple[str, str | None]:
     """Return name and region of a job, given its ARN or its name."""
     if id.startswith("arn:"):
         parts = id.split(":", 5)
