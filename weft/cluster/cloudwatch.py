@@ -1,4 +1,4 @@
-"""Metrics of a training job in CloudWatch, from the lines it prints; its dashboard.
+"""Metrics of a training job in CloudWatch, from the lines it prints; dashboard.
 
 SageMaker searches each printed line with a regular expression per metric, whose first group is the
 value.  The expressions follow from the format of the lines in `weft.monitor.terminal`, so that they
