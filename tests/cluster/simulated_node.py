@@ -41,6 +41,8 @@ PROGRAMS = {
     # Drops the options: all tasks do the same.
     "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
     "scontrol": "exit 0",
+    # Drops its options, and starts one rank.
+    "hyperpodrun": 'while [[ $1 != -m ]]; do shift; done; shift; exec "$@"',
 }
 SCRIPT = """\
 set -e
@@ -98,7 +100,7 @@ def read_artefact(on: str, text: str) -> Node:
 
 
 def read_manifest(text: str) -> Node:
-    """Return the node of a TrainJob or JobSet."""
+    """Return the node of a TrainJob, a JobSet or a HyperPodPyTorchJob."""
     documents = list(yaml.safe_load_all(text))
     (pod,) = (spec for document in documents for spec in find_pods(document))
     (container,) = pod["containers"]
@@ -112,7 +114,7 @@ def read_manifest(text: str) -> Node:
                 files[f"{mount['mountPath']}/{name}"] = content
         elif mount["mountPath"] != "/dev/shm":
             mounts.append(mount["mountPath"])
-    variables = {e["name"]: e["value"] for e in container["env"] if "value" in e}
+    variables = {e["name"]: e["value"] for e in container.get("env", []) if "value" in e}
     return Node(container["command"] + container.get("args", []), mounts, files, variables)
 
 

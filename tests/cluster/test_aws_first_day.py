@@ -5,6 +5,7 @@ Each ``aws`` command is checked against botocore's models, and the script's run 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -312,9 +313,40 @@ def set_authorization(environment: Mapping[str, str], requests: int) -> None:
     urllib.request.urlopen(request).read()
 
 
+def make_user(aws: Mapping[str, str], name: str, lacking: str, user: str) -> Mapping[str, str]:
+    """Make a user with a policy of docs/aws less one action; return its environment."""
+    policy = json.loads(fill((POLICIES / f"{name}-policy.json").read_text("utf-8")))
+    for statement in policy["Statement"]:
+        actions = statement["Action"]
+        if "s3" not in str(actions):
+            statement["Resource"] = "*"  # moto knows only the resources of S3
+        every = [actions] if isinstance(actions, str) else actions
+        statement["Action"] = [action for action in every if action != lacking]
+    iam = client("iam", aws)
+    iam.create_user(UserName=user)
+    iam.put_user_policy(UserName=user, PolicyName=name, PolicyDocument=json.dumps(policy))
+    key = iam.create_access_key(UserName=user)["AccessKey"]
+    keys = {
+        "AWS_ACCESS_KEY_ID": key["AccessKeyId"],
+        "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"],
+    }
+    client("s3", aws).create_bucket(Bucket="my-bucket")
+    return {**aws, **keys}
+
+
+@contextlib.contextmanager
+def authorization(aws: Mapping[str, str]) -> Iterator[None]:
+    """Let moto check the policies of users."""
+    set_authorization(aws, 0)
+    try:
+        yield
+    finally:
+        set_authorization(aws, 10**9)
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("lacking", ["", "sagemaker:CreateTrainingJob", "s3:PutObject"])
-def test_launch_policy_suffices_to_submit_a_job(
+def test_launch_policy_suffices_to_submit_a_job_and_to_see_its_status(
     lacking: str,
     aws: Mapping[str, str],
     tmp_path: Path,
@@ -322,43 +354,47 @@ def test_launch_policy_suffices_to_submit_a_job(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """moto refuses a request whose action the user's policy does not allow."""
-    policy = json.loads(fill((POLICIES / "launch-policy.json").read_text("utf-8")))
-    for statement in policy["Statement"]:
-        actions = statement["Action"]
-        if "s3" not in str(actions):
-            statement["Resource"] = "*"  # moto knows only the resources of S3
-        statement["Action"] = [
-            a for a in ([actions] if isinstance(actions, str) else actions) if a != lacking
-        ]
-    iam, user = client("iam", aws), f"user-{lacking.replace(':', '-') or 'all'}"
-    iam.create_user(UserName=user)
-    iam.put_user_policy(UserName=user, PolicyName="launch", PolicyDocument=json.dumps(policy))
-    key = iam.create_access_key(UserName=user)["AccessKey"]
-    client("s3", aws).create_bucket(Bucket="my-bucket")
-    for name, value in aws.items():
+    user = f"user-{lacking.replace(':', '-').lower() or 'all'}"
+    for name, value in make_user(aws, "launch", lacking, user).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text(
         'extends = "demo"\n[launch]\nimage = "i"\n'
         f'role = "arn:aws:iam::{ACCOUNT}:role/weft"\ninstance_type = "ml.g5.xlarge"\n'
         'bucket = "s3://my-bucket"\nregion = "us-east-1"\n'
     )
-    set_authorization(aws, 0)
-    try:
-        words = [
-            "launch",
-            "mine.toml",
-            "--run.dir",
-            f"runs/{user}"[:40].lower(),
-            "--on",
-            "sagemaker",
-        ]
+    run_dir = f"runs/{user}"[:40]
+    with authorization(aws):
+        words = ["launch", "mine.toml", "--run.dir", run_dir, "--on", "sagemaker"]
         status = main([*words, "--run.cluster", "1x1xA10G"])
         output = capsys.readouterr()
-    finally:
-        set_authorization(aws, 10**9)
-    assert (status == 0) == (not lacking), output.err
-    if lacking:
-        assert "not authorized" in output.err or "AccessDenied" in output.err
+        assert (status == 0) == (not lacking), output.err
+        if lacking:
+            assert "not authorized" in output.err or "AccessDenied" in output.err
+        else:
+            assert main(["job", "status", run_dir]) == 0
+            assert "completed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", ["", "s3:PutObject", "s3:GetObject"])
+def test_job_policy_suffices_for_checkpoints_in_the_bucket(
+    lacking: str, aws: Mapping[str, str], tmp_path: Path
+) -> None:
+    """weft doctor writes, reads and removes objects as checkpoints do."""
+    environment = make_user(aws, "job", lacking, f"job-{lacking.replace(':', '-') or 'all'}")
+    source = (
+        "from weft.cluster.probes import probe_store\n"
+        "print(probe_store('checkpoint.dir', 's3://my-bucket/runs', 1 << 20).error)"
+    )
+    with authorization(aws):
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+            | dict(environment),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (done.stdout.strip() == "") == (not lacking), done.stdout + done.stderr

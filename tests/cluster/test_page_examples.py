@@ -36,18 +36,27 @@ requires_root = pytest.mark.skipif(bool(missing_requirement()), reason=missing_r
 pytestmark = [pytest.mark.slow, pytest.mark.system, requires_root]
 
 
+# Pages with launch examples.
+LAUNCH_PAGES = (
+    "kubernetes",
+    "sagemaker",
+    "skypilot",
+    "slurm",
+    "hyperpod",
+    "cookbook/slurm",
+    "aws-first-day",
+)
+
+
 def launch_lines(page: str) -> list[str]:
-    """Return the dry runs of a page."""
-    text = (DOCS / f"{page}.md").read_text("utf-8")
-    lines = re.findall(r"^(?:\$ )?(weft launch .*--dry-run)\s*(?:#.*)?$", text, re.MULTILINE)
-    return list(dict.fromkeys(lines))
+    """Return the launch commands of a page, as dry runs."""
+    text = (DOCS / f"{page}.md").read_text("utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^(?:\$ )?(weft launch .*?)\s*(?:#.*)?$", text, re.MULTILINE)
+    dry = [line if "--dry-run" in line else f"{line} --dry-run" for line in lines]
+    return list(dict.fromkeys(dry))
 
 
-EXAMPLES = [
-    (page, line)
-    for page in ("kubernetes", "sagemaker", "skypilot", "slurm", "cookbook/slurm", "aws-first-day")
-    for line in launch_lines(page)
-]
+EXAMPLES = [(page, line) for page in LAUNCH_PAGES for line in launch_lines(page)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,8 @@ def put_object(store: Mapping[str, str]) -> Any:
 
 def render(page: str, line: str, directory: Path) -> tuple[Node, Job]:
     """Return the node that the artefact of a dry run makes, and the recipe of the reader."""
-    pages.write_files((DOCS / f"{page}.md").read_text("utf-8"), directory)
+    for name in ["slurm"] * (page == "hyperpod") + [page]:  # which continues the page of Slurm
+        pages.write_files((DOCS / f"{name}.md").read_text("utf-8"), directory)
     if page == "aws-first-day":
         script = pages.ROOT / "scripts" / "aws_first_day.sh"
         steps = ["role", "image", "network", "filesystem", "recipe"]
@@ -135,7 +145,7 @@ def test_pages_of_all_clusters_have_examples() -> None:
         "skypilot",
         "slurm",
     }
-    assert len(EXAMPLES) >= 7
+    assert {page for page, _ in EXAMPLES} == {*LAUNCH_PAGES}
 
 
 @pytest.mark.parametrize(("page", "line"), EXAMPLES)
