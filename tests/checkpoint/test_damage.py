@@ -55,7 +55,7 @@ def test_fingerprint_of_chunks_is_the_weighted_sum(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tensor has several chunks, of which the last is shorter."""
-    monkeypatch.setattr("weft.checkpoint.fingerprint.CHUNK", {"cpu": 7})
+    monkeypatch.setattr("weft.checkpoint.fingerprint.CPU_CHUNK", 7)
     x = torch.randn(shape)
     words = x.view(torch.int32).flatten().tolist()
     expected = wrap_int64(sum(word * (2 * position + 1) for position, word in enumerate(words)))

@@ -70,7 +70,7 @@ def all_candidates(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
 
 
 def with_memory(machine: Machine, gib: float) -> Machine:
-    return replace(machine, memory_bytes=OUTSIDE_ALLOCATOR["cuda"] + int(gib * 2**30))
+    return replace(machine, memory_bytes=OUTSIDE_ALLOCATOR + int(gib * 2**30))
 
 
 def check_sums(result: SearchResult, job: Job, plan: Plan, machine: Machine) -> None:

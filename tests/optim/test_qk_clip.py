@@ -69,7 +69,7 @@ LIMITS = [(0, 0), (3, 0), (0, 4)]
 def test_recorded_maximum_is_the_largest_of_all_scores(
     limits: tuple[int, int], has_documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(qk_clip, "MAX_SCORES", {"cpu": 97})  # several chunks of queries
+    monkeypatch.setattr(qk_clip, "MAX_CPU_SCORES", 97)  # several chunks of queries
     for seed, (heads, groups, dtype) in enumerate(
         [(4, 2, torch.float32), (2, 1, torch.float64), (3, 3, torch.bfloat16)]
     ):

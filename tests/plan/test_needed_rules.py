@@ -311,6 +311,7 @@ MANY = "18 ranks fail: reshard_after_forward=4 does not divide the 9 ranks of a 
 NEVER = "the job has a value that it never uses: a later step, a second range, a second length"
 LESS = "the job runs, and reports less than the key promises"
 CUDA = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", peer_access=True, capability=(9, 0))
+OTHER_DEVICE = Machine("hostdev", 2, "Host Device")
 PCIE = dataclasses.replace(CUDA, peer_access=False)
 LIGHT = "resilience.lighthouse=h:1 checkpoint.dir=/shared/c"
 
@@ -380,6 +381,15 @@ NOT_RUN = [
         "activation_checkpoint.mode=selective data.packing=documents",
         GPU,
         CUDA,
+    ),
+    *(
+        NotRun(key, "is not supported on the device type hostdev", words, GPU, OTHER_DEVICE)
+        for key, words in (
+            ("compile.enable", COMPILED),
+            ("precision.float8", FLOAT8),
+            ("parallel.cp_method", "cp2 cp_method=ring"),
+            ("resilience.lighthouse", LIGHT),
+        )
     ),
     NotRun("parallel.symmetric_memory", "needs GPUs", "dp_shard2 symmetric_memory=true", GPU),
     NotRun(
@@ -790,7 +800,7 @@ def refuse(key: str, rule: str, words: str, machine: Machine | None) -> set[tupl
     else:
         job = small_job(*overrides)
     machine = machine or Machine("cpu", 2, world_size=ranks)
-    if machine.device == "cuda" and job.run.nodes == "auto":
+    if machine.device != "cpu" and job.run.nodes == "auto":
         machine = dataclasses.replace(machine, world_size=ranks)
     with without_rule(key, rule) as ignored, suppress(Exception):
         resolve_nodes(job, machine)

@@ -327,7 +327,7 @@ def load_model(
         path: a run or its directory, for its newest checkpoint; the directory of a checkpoint; a
             Hugging Face directory, which may be ``s3://bucket/model``; or ``org/name`` on the Hub.
         dtype: of the parameters, such as ``bfloat16``; default: float32.
-        device: such as ``cpu`` or ``cuda:1``; default: a GPU if there is one.
+        device: such as ``cpu`` or ``cuda:1``; default: an accelerator if there is one.
         step: of a run: step of the checkpoint, or ``best``; default: the newest one.
 
     Returns:
@@ -339,6 +339,7 @@ def load_model(
     import torch
 
     from weft.tools.load_module import load_module
+    from weft.train.machine import default_device
 
     errors = ConfigErrors()
     location = read_path("path", path.path if isinstance(path, RunHandle) else path, errors)
@@ -352,8 +353,7 @@ def load_model(
         )
     step = read_optional(read_step, "step", step, errors)
     errors.raise_any()
-    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_module(location, parsed, chosen or default, step)
+    return load_module(location, parsed, chosen or default_device(), step)
 
 
 def load_text_model(
@@ -367,7 +367,7 @@ def load_text_model(
 
     Args:
         run: a run or its directory, for its newest checkpoint; or the directory of a checkpoint.
-        device: such as ``cpu`` or ``cuda:1``; default: a GPU if there is one.
+        device: such as ``cpu`` or ``cuda:1``; default: an accelerator if there is one.
         chat_template: path of a chat template; auto: the run's.
         step: of a run: step of the checkpoint, or ``best``; default: the newest one.
 

@@ -167,7 +167,7 @@ def read_device(name: str, value: object, errors: ConfigErrors) -> torch.device:
         torch.empty(0, device=device)
     except Exception:  # PyTorch raises errors of many types
         rule = "is not a device of this machine"
-        remedy = "use cpu, or cuda:0 on a machine with a GPU"
+        remedy = "use cpu, or the name of an accelerator of this machine"
         errors.add(name, rule, remedy, value=show_value(value))
         return torch.device("cpu")
     return device

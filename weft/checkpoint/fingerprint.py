@@ -32,7 +32,7 @@ from weft.parallel.private import to_group_device
 
 # Elements per chunk.  CPU: temporaries stay in a core's cache and below the size at which torch
 # uses several threads, because several threads may be here at once.  GPU: enough to fill it.
-CHUNK = {"cpu": (1 << 15) - 1, "cuda": 1 << 24}
+CHUNK, CPU_CHUNK = 1 << 24, (1 << 15) - 1
 
 WIDTH = 1024  # row length into which a vector is reshaped
 
@@ -83,7 +83,8 @@ def _weighted_sum(rows_RC: Tensor, index_C: Tensor, step: int) -> Tensor:
         step: difference of positions between rows.
     """
     height, width = rows_RC.shape
-    rows_per_chunk = max(1, CHUNK.get(rows_RC.device.type, 1 << 20) // width)
+    size = CPU_CHUNK if rows_RC.device.type == "cpu" else CHUNK
+    rows_per_chunk = max(1, size // width)
     buffer = torch.empty(
         min(height, rows_per_chunk), width, dtype=torch.int64, device=rows_RC.device
     )

@@ -340,8 +340,8 @@ class CheckpointManager:
             rows = [self._copy_to_host(name, local)]
             box = (name, local.dtype, shape, offsets, tuple(local.shape))
             shards.append(StagedShard(*box, rows, owned))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         if sums:  # read at once: the thread would wait for training's kernels, for each again
             numbers = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
             shards = [shard._replace(fingerprint=numbers.get(shard.name)) for shard in shards]
@@ -355,7 +355,7 @@ class CheckpointManager:
             return live
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
-            pinned = live.device.type == "cuda"
+            pinned = live.device.type != "cpu"
             buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
             self._buffers[name] = buffer
         return buffer.copy_(live, non_blocking=True)

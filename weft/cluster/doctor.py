@@ -37,6 +37,7 @@ from weft.cluster.probes import (
     probe_endpoint,
     probe_store,
 )
+from weft.config.accelerators import GPU
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import expand_path, replace_text, write_json
 from weft.config.locks import unwritable_error
@@ -72,9 +73,9 @@ def collect_job_facts(
     counts, endpoint = resolve_rendezvous(job)
     facts = replace(collect_facts(), nodes=counts[-1], min_nodes=counts[0], endpoint=endpoint)
     gpus = count_visible_gpus(facts)
-    uses_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
+    uses_gpu = job.run.device == GPU or (gpus > 0 and job.run.device == "auto")
     ranks = max(1, gpus if uses_gpu else min(facts.usable, MAX_CPU_RANKS))
-    device, size = "cuda" if uses_gpu else "cpu", FULL_BYTES if full else QUICK_BYTES
+    device, size = GPU if uses_gpu else "cpu", FULL_BYTES if full else QUICK_BYTES
     home = job.checkpoint.dir
     dcgm, dcgm_error = run_dcgm() if full and uses_gpu and has_all_gpus(facts) else ((), "")
     facts = replace(
@@ -111,7 +112,7 @@ def _exchange_facts(facts: Facts, ranks: int, with_network: bool) -> Facts:
     nodes = exchange_with_nodes(store, facts.nodes, package_versions(), WAIT_SECONDS)
     facts = replace(facts, joined_nodes=tuple(nodes))
     if with_network and len(nodes) == facts.nodes:
-        ranks = ranks if facts.device == "cuda" else 1
+        ranks = ranks if facts.device == GPU else 1
         try:
             network = measure_network(store, facts.endpoint, facts.nodes, facts.device, ranks)
         except RuntimeError as error:  # torch's errors of a store whose host has ended

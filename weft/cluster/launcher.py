@@ -33,6 +33,7 @@ from weft.cluster import REQUEUE
 from weft.cluster.network_watch import enable_nccl_log, watch_network
 from weft.cluster.rank_exit import log_path, process_status, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
+from weft.config.accelerators import supports
 from weft.config.schema import flatten
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step
@@ -226,7 +227,7 @@ def configure_elastic_agent(plan: Plan, endpoint: str, run_dir: Path) -> None:
     # All nodes have the same number of ranks, so they need not exchange it.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-    if is_multi_node and plan.device == "cuda":
+    if is_multi_node and supports(plan.device, "NCCL"):
         enable_nccl_log(run_dir, os.environ)
     if is_loopback(endpoint):
         for name, value in single_host_env(plan.device).items():

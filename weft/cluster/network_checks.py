@@ -23,6 +23,7 @@ from weft.cluster.nccl_log import (
     parse_nccl_log,
 )
 from weft.cluster.node_facts import Facts, Finding, NetworkMeasurements, bad, note, ok, warning
+from weft.config.accelerators import GPU
 from weft.config.formatting import display_path
 
 # Fractions of the speed of the other nodes below which a link gets a warning, and is bad.
@@ -35,7 +36,7 @@ SPEC_WARNING_FRACTION, SPEC_BAD_FRACTION = 0.4, 0.1
 def check_rdma(facts: Facts) -> Iterator[Finding]:
     """Check the RDMA adapters, and NCCL's access to them."""
     if not facts.adapters:
-        if facts.nodes > 1 and facts.device == "cuda":
+        if facts.nodes > 1 and facts.device == GPU:
             remedy = "request nodes with InfiniBand or EFA; a container needs /dev/infiniband"
             yield warning("no RDMA adapter: nodes communicate over TCP", remedy)
         return
@@ -235,7 +236,7 @@ def check_network(facts: Facts) -> Iterator[Finding]:
         ranks = len(network.nodes) * network.ranks_per_node
         observation += f"; all-reduce over {ranks} ranks: {_format_rate(network.busbw)} each"
     slow = list(_find_slow_links(network))
-    instance = find_instance_type(facts.instance_type) if facts.device == "cuda" else None
+    instance = find_instance_type(facts.instance_type) if facts.device == GPU else None
     if instance:
         fraction = max(rates) / instance.bandwidth
         observation += f"; {fraction:.0%} of the {_format_rate(instance.bandwidth)} of "

@@ -23,6 +23,7 @@ from weft.cluster.nccl_log import merge_logs, parse_nccl_log
 from weft.cluster.network_checks import judge_network
 from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa
 from weft.cluster.node_facts import Facts, Finding
+from weft.config.accelerators import GPU, supports
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step
 
@@ -83,7 +84,7 @@ def watch_launched_ranks(
 
     Args:
         run_dir: see `watch_network`.
-        device: cpu or cuda.
+        device: type of the devices.
         log: see `watch_network`.
         warn: see `watch_network`.
     """
@@ -91,7 +92,7 @@ def watch_launched_ranks(
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
     if local_size == size:
         return nullcontext()
-    if device == "cuda":
+    if supports(device, "NCCL"):
         enable_nccl_log(run_dir, os.environ)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return nullcontext()
@@ -100,9 +101,7 @@ def watch_launched_ranks(
 
 def collect_network_facts() -> Facts:
     """Collect the facts of this node that matter to the network."""
-    return Facts(
-        device="cuda", adapters=tuple(list_adapters(ADAPTERS_DIR)), **probe_efa(os.environ)
-    )
+    return Facts(device=GPU, adapters=tuple(list_adapters(ADAPTERS_DIR)), **probe_efa(os.environ))
 
 
 class NetworkWatch:

@@ -40,6 +40,7 @@ from weft.cluster.requeue import record_final_failure, record_start
 from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.cluster.run_files import intact_checkpoint_step, write_run_files
 from weft.cluster.watchdog import start_watchdog
+from weft.config.accelerators import GPU
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path, replace_bytes
 from weft.config.formatting import display_path, format_count
@@ -438,7 +439,8 @@ def print_plan(
     plan: Plan, recipe: str, console: Console, prediction: RunPrediction | None, warning: str
 ) -> None:
     """Print the plan of a run: a summary line, its pipeline stages, and warnings."""
-    device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
+    device = {"cpu": "CPU", GPU: "GPU"}.get(plan.device, plan.device)
+    counts = plan.node_counts
     layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
     has_frozen = plan.num_trainable_params < plan.num_params
     console.print(

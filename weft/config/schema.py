@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from weft.config.accelerators import GPU
 from weft.config.errors import MISSING
 from weft.config.files import expand_path
 
@@ -119,7 +120,11 @@ class RunSection(Section):
         "auto",
         "rendezvous endpoint HOST:PORT of a run on several nodes; auto: from the environment",
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "device type; auto: cuda if available")
+    device: Text = key(
+        "auto",
+        f"device type: cpu, or PyTorch's name of an accelerator, such as {GPU}, xpu or neuron; "
+        "auto: the accelerator of this machine if it has one",
+    )
     cluster: Text = key(
         "local",
         "cluster that weft plan plans for, as NODESxDEVICESxNAME (64x8xH100); local: this machine",
@@ -717,7 +722,7 @@ class PrecisionSection(Section):
     """Dtypes of computation; trained weights are stored in float32."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
+        "auto", "dtype of forward and backward; auto: bfloat16 on accelerators, float32 on cpu"
     )
     reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(

@@ -877,13 +877,13 @@ class Prefetcher:
             beat_if_waiting()  # the thread waits for bytes, and this one has the heartbeat
 
     def _prefetch_loop(self) -> None:
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(self._device)  # per thread
+        on_accelerator = self._device.type != "cpu"
+        if on_accelerator:
+            torch.accelerator.set_device_index(self._device)  # per thread
         for request in iter(self._requests.get, None):
             try:
                 result: Any = self._loader.get_microbatches(*request)
-                if on_gpu:
+                if on_accelerator:
                     result = [batch.map(torch.Tensor.pin_memory) for batch in result]
             except Exception as error:
                 result = error

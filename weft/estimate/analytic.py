@@ -458,7 +458,7 @@ class DecoderFormulas:
     def rank_memory(self, order: list[Action]) -> dict[str, float]:
         """Return `estimate_memory` of the pipeline rank that runs ``order``."""
         memory = self.live_memory(order)
-        if self.plan.device == "cuda":
+        if self.plan.device != "cpu":
             # Bytes that live from the start, or come and go together, cause no fragmentation.
             growing = sum(memory.values()) - memory["gathered"] - memory.get("buffers", 0.0)
             memory["allocator"] = (RESERVED_RATIO - 1) * growing

@@ -126,12 +126,12 @@ def replan_run(run_dir: Path, key: str) -> tuple[Job, Plan, Machine]:
     errors.raise_any()
     environment, saved_plan = (read_json(run_dir / f"{n}.json") for n in ("environment", "plan"))
     with reading(run_dir / "plan.json"):
-        device: Literal["cpu", "cuda"] = "cuda" if saved_plan["device"] == "cuda" else "cpu"
+        device = str(saved_plan["device"])
         local_world_size, world = saved_plan["local_world_size"], saved_plan["world_size"]
         if not all(type(size) is int and 0 < size < 1 << 20 for size in (local_world_size, world)):
             raise ValueError("local_world_size and world_size must be positive integers")
     with reading(run_dir / "environment.json"):
-        name = str(environment["devices"][0]) if device == "cuda" else CPU_DEVICE
+        name = CPU_DEVICE if device == "cpu" else str(environment["devices"][0])
         memory_gib = environment.get("memory_gib") or 0.0  # None if it was unknown
         if not (is_number(memory_gib) and 0 <= memory_gib <= MAX_MEMORY_GIB):
             raise ValueError(f"memory_gib must be a number from 0 to {MAX_MEMORY_GIB}")

@@ -480,7 +480,7 @@ def device_spec(plan: Plan, machine: Machine) -> Device | None:
     """Return the machine's device; None for a CPU that was not calibrated."""
     device = find_device(machine)
     measured = device is not None and device.calibrated
-    return device if plan.device == "cuda" or measured else None
+    return device if plan.device != "cpu" or measured else None
 
 
 def build_hardware(plan: Plan, device: Device) -> Hardware:

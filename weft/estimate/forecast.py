@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.config.accelerators import GPU
 from weft.estimate.cost import (
     Seconds,
     Span,
@@ -32,7 +33,7 @@ from weft.plan.plan import Machine, Plan
 
 # Outside PyTorch's allocator.  GPU: the CUDA context (0.5 GiB) and NCCL's buffers; CPU: the
 # interpreter with PyTorch.
-OUTSIDE_ALLOCATOR = {"cuda": int(1.25 * GIB), "cpu": int(0.4 * GIB)}
+OUTSIDE_ALLOCATOR, OUTSIDE_CPU_ALLOCATOR = int(1.25 * GIB), int(0.4 * GIB)
 # Relative error that nine of ten published runs of FSDP2 programs stay within; docs/planner.md.
 ERROR, CALIBRATED_ERROR, LOW_CONFIDENCE_ERROR = 0.25, 0.17, 0.5
 # TorchTitan's three runs of 405B with context parallelism: 51, 65 and 106 %.
@@ -217,9 +218,9 @@ def price_traces(
     plan: Plan, machine: Machine, device: Device | None, rank_traces: Sequence[RankTrace]
 ) -> Forecast:
     """Return the `forecast` of a traced plan."""
-    on_gpu = plan.device == "cuda"
+    on_gpu = plan.device != "cpu"
     capacity = machine.memory_per_rank(plan.local_world_size)
-    outside = OUTSIDE_ALLOCATOR[plan.device]
+    outside = OUTSIDE_ALLOCATOR if on_gpu else OUTSIDE_CPU_ALLOCATOR
     allocator_capacity = None if capacity is None else capacity - outside
     live = tuple(peak_live_bytes(trace) for trace in rank_traces)
     index = live.index(max(live))
@@ -258,6 +259,11 @@ def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
     caveats = []
     if device is not None and plan.device == "cpu":
         caveats.append("the error of predicted times on CPUs was not measured")
+    if device is not None and device.type not in ("cpu", GPU) and not device.calibrated:
+        caveats.append(
+            f"the figures of {device.name} are data sheets'; weft never ran there, so the error "
+            "was not measured"
+        )
     if device is not None and plan.cp > 1:
         caveats.append("predictions for context parallelism were up to 106 % too fast")
     if device is not None and plan.num_active_params < plan.num_params:

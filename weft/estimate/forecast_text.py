@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.config.accelerators import unit_of
 from weft.config.formatting import format_columns, format_count
 from weft.estimate.advice import Advice
 from weft.estimate.analytic import supports_formulas
@@ -77,7 +78,7 @@ def _describe_run(prediction: Forecast, price: float | None) -> str:
     assert seconds is not None
     hours = prediction.device_hours
     assert hours is not None
-    unit = "GPU-hours" if plan.device == "cuda" else "process-hours"
+    unit = f"{unit_of(plan.device)}-hours"
     tokens = format_count(plan.num_steps * plan.tokens_per_step)
     text = f"{plan.num_steps:,} steps, {tokens} tokens: {describe_time(seconds)}, "
     text += f"{hours:,.{0 if hours >= 10 else 1}f} {unit}"

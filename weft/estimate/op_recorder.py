@@ -321,7 +321,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for state in states:
                     if self._blocks[self.register(state)] is None:
                         self._assign_block(self.register(state), block)
-            if device == "cuda":
+            if device != "cpu":
                 written = [(self.register(tensor), _bytes(tensor)) for tensor in (param, *states)]
                 reads = ((self.register(grad), _bytes(grad)), *written)
                 shapes = tuple(tuple(tensor.shape) for tensor in (param, grad, *states))

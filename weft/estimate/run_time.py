@@ -16,7 +16,7 @@ def estimate_run_seconds(plan: Plan, machine: Machine) -> tuple[float, str] | No
     Returns:
         None if the number of steps or the speed of the device is unknown.
     """
-    if not plan.num_steps or plan.device != "cuda":
+    if not plan.num_steps or plan.device == "cpu":
         return None
     prediction = estimate_run(plan, machine)
     if prediction is not None and prediction.step_seconds is not None:

@@ -154,7 +154,7 @@ def search(
     """
     device = searched_device(plan, machine)
     available_bytes = (
-        None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE_ALLOCATOR["cuda"]
+        None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE_ALLOCATOR
     )
     by_precision: dict[str, list[Candidate]] = {}
     best: list[TracedCandidate] = []

@@ -29,7 +29,7 @@ def make_traceable(plan: Plan, device: str) -> Plan:
     }
     if job.parallel.ep_padding == 1:  # all others exchange as many tokens
         changes["parallel"]["ep_dispatch"] = "alltoall"
-    if device == "cuda":
+    if device != "cpu":
         changes["data"] = {"packing": "windows"}
         if job.data.format == "chat":
             changes["data"]["format"] = "text"

@@ -31,7 +31,7 @@ from weft.parallel import activation_checkpoint
 def trace_gpu_attention(device: str) -> Iterator[None]:
     """Trace the attention of a run on ``device``."""
     with ExitStack() as stack:
-        if device == "cuda":
+        if device != "cpu":
             policy = (*activation_checkpoint.ATTENTION, "weft::flex_attention")
             stack.enter_context(patch.object(activation_checkpoint, "ATTENTION", policy))
             stack.enter_context(patch.object(attention, "has_flex_attention", lambda _: True))

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from weft.config.accelerators import supports
 from weft.models.decoder_config import DecoderConfig
 from weft.models.layers import build_norm, multiply
 from weft.models.rotary import apply_rope
@@ -81,7 +82,7 @@ def first_visible(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tens
 
 def has_flex_attention(x: Tensor) -> bool:
     """Return True if FlexAttention computes masks and options on the device of ``x``."""
-    return x.is_cuda
+    return supports(x.device.type, "FlexAttention")
 
 
 def document_mask(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tensor | BlockMask:
@@ -94,8 +95,8 @@ def document_mask(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tens
 
     Returns:
         bool ``[B, 1, T, T]``, true where the query (second to last dimension) sees the key, which
-        is not later and of the same document.  On CUDA, a BlockMask, with which FlexAttention skips
-        whole blocks.
+        is not later and of the same document.  With FlexAttention, a BlockMask, with which it
+        skips whole blocks.
     """
     starts_BT = first_visible(documents_BT, window, chunk)
     if has_flex_attention(documents_BT):

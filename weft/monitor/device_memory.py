@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.config.accelerators import supports
 from weft.config.errors import WeftError
 from weft.config.files import read_json
 from weft.parallel.dtensor import plain_tensors
@@ -29,9 +30,9 @@ class OutOfMemory(WeftError):
 
 
 def memory_peak_gib(device: torch.device) -> float:
-    """Return the peak GiB of this rank: reserved by torch on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
+    """Return the peak GiB of this rank: reserved on a device, resident on a CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_reserved(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
 
@@ -64,19 +65,21 @@ def out_of_memory(
     """
     peak = memory_peak_gib(device)
     sizes = {name: storage_gib(tensors, device) for name, tensors in tensors_by_category.items()}
-    used = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else peak
+    is_cpu = device.type == "cpu"
+    used = peak if is_cpu else torch.accelerator.max_memory_allocated(device) / 2**30
     rest = max(0.0, used - sum(sizes.values()))
     sizes[OTHERS if tensors_by_category else "parameters"] = rest
     if used < peak:
         sizes[FRAGMENTS] = peak - used
     largest = max(sizes, key=lambda name: sizes[name])
+    has_snapshots = supports(device.type, "memory snapshots")
     categories = ", ".join(f"{name} {size:.2f}" for name, size in sizes.items())
     predicted = read_prediction(Path(plan.run_dir)).get("memory_gib")
     lines = [
         f"out of memory: the peak of this rank is {peak:.2f} GiB: {categories}",
         *([f"the plan predicts {predicted:.2f} GiB"] if predicted else []),
         f"to use less memory for {largest}: {' or '.join(memory_remedies(largest, plan))}",
-        *([write_snapshot(Path(plan.run_dir))] if device.type == "cuda" else []),
+        *([write_snapshot(Path(plan.run_dir))] if has_snapshots else []),
         *str(error).splitlines()[:1],
     ]
     return OutOfMemory("; ".join(lines))

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from weft.config.accelerators import supports
 from weft.config.files import replace_text, write_json
 from weft.config.schema import steps_of
 from weft.monitor import spans
@@ -114,17 +115,21 @@ class Profiler:
         enter_phase("profile")
         fault_point("profile")
         self._is_done = True
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self._device)
-            if self._memory:
-                set_memory_history(enabled=True)
+        self._synchronize()
+        if self._memory and supports(self._device.type, "memory snapshots"):
+            set_memory_history(enabled=True)
+        activities = [ProfilerActivity.CPU]
+        if supports(self._device.type, "kernels in traces"):
+            activities.append(ProfilerActivity.__members__[self._device.type.upper()])
         else:
             self._collective_ranges.enter_context(wrap_collectives(self._mark))
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profiler = profile(activities=activities, profile_memory=self._memory)
         self._profiler.start()
         spans.set_ranges(True)
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def _mark(self, ranks: Sequence[int]) -> record_function:
         return record_function(COLLECTIVE_PREFIX + find_axis(ranks, self._plan))
@@ -133,8 +138,7 @@ class Profiler:
         """Write this rank's trace; return its path."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the last step includes its kernels
+        self._synchronize()  # the last step includes its kernels
         spans.set_ranges(False)
         enter_phase("profile")  # ends the last phase's span before its range
         fault_point("profile")
@@ -142,7 +146,7 @@ class Profiler:
         profiler.stop()
         self._trace_dir.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._path))
-        if self._device.type == "cuda" and self._memory:
+        if self._memory and supports(self._device.type, "memory snapshots"):
             try:
                 dump_memory_snapshot(self._trace_dir / f"rank-{self._rank}.memory.pickle")
             finally:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.config.accelerators import unit_of
 from weft.monitor.run_reader import RunEvent, RunReader
 
 RANKS = re.compile(r" on (\d+) ranks?$")  # in the text of the event "start"
@@ -82,9 +83,10 @@ class Cost(NamedTuple):
 
 
 def compute_cost(run: RunReader, now: float) -> Cost:
-    """Return the use of a run so far and its price, by GPU, or on CPUs by node."""
-    hours, unit = device_seconds(run, now) / 3600, "GPU-hours"
-    if run.plan.get("device") != "cuda":
+    """Return the use of a run so far and its price, by device, or on CPUs by node."""
+    device = str(run.plan.get("device", "cpu"))
+    hours, unit = device_seconds(run, now) / 3600, f"{unit_of(device)}-hours"
+    if device == "cpu":
         unit, ranks = "node-hours", run.plan.get("local_world_size")
         hours /= ranks if isinstance(ranks, int) and ranks > 0 else 1
     return Cost(hours, unit, read_price(run))

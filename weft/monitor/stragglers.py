@@ -22,7 +22,6 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,12 +127,12 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
 
 
 class Probe:
-    """Speed of a GPU, measured by a fixed amount of work behind the step.
+    """Speed of an accelerator, measured by a fixed amount of work behind the step.
 
     The host does not wait for it.
 
     Args:
-        device: the GPU.
+        device: the accelerator.
         size: rows and columns of the matrices.
         times: number of matrix products.
     """
@@ -141,8 +140,7 @@ class Probe:
     def __init__(self, device: torch.device, size: int = 2048, times: int = 8) -> None:
         a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
         out = torch.empty_like(a)
-        event: Any = torch.cuda.Event  # whose constructor has no types
-        self._events = [event(enable_timing=True) for _ in range(times + 1)]
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(times + 1)]
         self._events[0].record()
         for event in self._events[1:]:
             torch.mm(a, a, out=out)

@@ -51,6 +51,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weft.config.accelerators import supports
 from weft.parallel.compile import run_compiled
 from weft.parallel.dtensor import flat_indices, shard_like, shard_offsets, to_local
 from weft.plan.matrices import MOMENT_BLOCK_SIZE
@@ -445,7 +446,8 @@ class ShardPosition(NamedTuple):
 
 def run_updates(params: list[ParamTensors], options: AdamWOptions) -> None:
     """Update parameters whose shards are alike, on a GPU in one compiled call."""
-    enabled = params[0].param.device.type != "cpu"
+    device = params[0].param.device.type
+    enabled = device != "cpu" and supports(device, "compilation")
     run_compiled("the optimizer's update", enabled, update_all, params, options)
 
 

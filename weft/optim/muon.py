@@ -205,8 +205,8 @@ class _MatrixExchange:
         if self.group is None:
             return [orthogonalize(_to_compute_dtype(shard)).to(shard.dtype) for shard in shards]
         device = torch.device(self.params[0].device_mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         local = [_to_compute_dtype(shard.to(device)) for shard in shards]
         counts = Counter(matrix.param for matrix in self.owned)
         stacks = {p: local[0].new_empty(n, *self.shapes[p][1:]) for p, n in counts.items()}
@@ -278,8 +278,8 @@ def _stack_shape(shape: Sequence[int], stack: int = 1) -> list[int]:
 
 
 def _to_compute_dtype(shard: Tensor) -> Tensor:
-    """Cast to bfloat16 on GPUs, where it suffices and is fast."""
-    return shard.bfloat16() if shard.device.type == "cuda" else shard
+    """Cast to bfloat16 on accelerators, where it suffices and is fast."""
+    return shard if shard.device.type == "cpu" else shard.bfloat16()
 
 
 def _narrow(matrix: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.flop_counter import register_flop_formula
 
+from weft.config.accelerators import supports
 from weft.models import attention
 from weft.models.attention import Attention, AttentionOptions, LatentAttention, Mask, causal_mask
 from weft.parallel.block_attention import AttentionBlock
@@ -59,7 +60,8 @@ from weft.parallel.private import is_in_backward
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import query_heads
 
-MAX_SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}  # in memory at once, by device; float32
+# Scores in memory at once, in float32.
+MAX_SCORES, MAX_CPU_SCORES = 1 << 25, 1 << 22
 VALUE_DIM = 16  # of the values that FlexAttention averages in vain; the fewest of a GPU's matmul
 
 # --------------------------------------------------------------------------- the largest products
@@ -81,7 +83,7 @@ def largest_products(
     dtype = torch.promote_types(q_BHQK.dtype, torch.float32)
     max_H = q_BHQK.new_full((num_heads,), -torch.inf, dtype=dtype)
     q_BGRQK, k_NSK = torch.unflatten(q_BHQK, 1, (groups, -1)), k_BGSK.flatten(0, 1)
-    limit = MAX_SCORES[q_BHQK.device.type]
+    limit = MAX_CPU_SCORES if q_BHQK.device.type == "cpu" else MAX_SCORES
     rows = max(1, limit // (q_BHQK.shape[0] * num_heads * num_keys))
     for start in range(0, num_queries, rows):
         stop = min(start + rows, num_queries)
@@ -107,7 +109,8 @@ def largest_products(
 
 def multiply_exactly(q_NPK: Tensor, k_NSK: Tensor) -> Tensor:
     """Return the products ``[N, P, S]`` in float32 or wider, as in attention."""
-    if q_NPK.is_cuda and q_NPK.dtype in (torch.float16, torch.bfloat16):
+    is_short = q_NPK.dtype in (torch.float16, torch.bfloat16)
+    if is_short and supports(q_NPK.device.type, "products in float32"):
         products: Tensor = torch.bmm(q_NPK, k_NSK.mT, out_dtype=torch.float32)
         return products
     dtype = torch.promote_types(q_NPK.dtype, torch.float32)
@@ -184,7 +187,7 @@ class LogitRecorder:
         if not torch.compiler.is_compiling() and is_in_backward():
             return
         q_BHTK, k_BGTK = (x.detach().transpose(1, 2) for x in (q_BTHK, k_BTGK))
-        if q_BTHK.is_cuda:
+        if supports(q_BTHK.device.type, "FlexAttention"):
             raise_in_forward(self.max_H, flex_products(q_BHTK, k_BGTK, mask))
         elif isinstance(mask, Tensor):
             max_attention_logits(q_BHTK, k_BGTK, self.max_H, mask, False, None)

@@ -6,7 +6,7 @@ block, it starts to prefetch the activations of the blocks before it.  The last 
 whose backward is next, are not offloaded; they only prefetch for others.  With activation
 checkpointing only each block's input is copied.
 
-Copies run on their own CUDA stream, and computation waits for a copy only if the copy is late.  On
+Copies run on their own stream, and computation waits for a copy only if the copy is late.  On
 a CPU the copies stay on the CPU, for tests.
 """
 
@@ -63,7 +63,7 @@ class _Offloader:
     def __init__(self, prefetch: int, num_offloaded: int) -> None:
         self.prefetch, self.num_offloaded = prefetch, num_offloaded
         self.last: _BlockForward | None = None
-        self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        self.stream = torch.Stream() if torch.accelerator.is_available() else None
 
     def begin(self, index: int, excluded: set[int]) -> _BlockForward:
         """Begin a forward pass of a block; ``excluded`` storages are not offloaded."""
@@ -130,7 +130,7 @@ class OffloadedTensor:
     """A tensor in host memory, which can be copied back."""
 
     def __init__(self, offloader: _Offloader, tensor: Tensor) -> None:
-        self.stream = offloader.stream if tensor.device.type == "cuda" else None
+        self.stream = None if tensor.device.type == "cpu" else offloader.stream
         self.device = tensor.device
         self.source: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.on_device: Tensor | None = None
@@ -156,7 +156,7 @@ class OffloadedTensor:
         self.fetch()
         assert self.on_device is not None
         if self.ready is not None:
-            current = torch.cuda.current_stream(self.device)
+            current = torch.accelerator.current_stream(self.device)
             current.wait_event(self.ready)
             self.on_device.record_stream(current)
         return self.on_device
@@ -167,8 +167,8 @@ class OffloadedTensor:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.stream:
             yield
 
     @staticmethod

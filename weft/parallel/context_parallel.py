@@ -355,7 +355,9 @@ def attend_blockwise(
     rank, size = group.rank(), group.size()
     mask = mask or _one_document(q_BLHK.shape[1] * size, rank, size, load_balance, is_ring)
     exchange = RingExchange(group) if is_ring else AllGatherExchange(group, mask.split)
-    compiled = compiled and q_BLHK.is_cuda  # on CPU, compilation costs more than it saves
+    compiled = (
+        compiled and q_BLHK.device.type != "cpu"
+    )  # on CPU, compilation costs more than it saves
     qkv, extra = (
         _pad_heads(q_BLHK, k_BLGK, v_BLGV),
         (mask.select(options), exchange, compiled, options),

@@ -95,7 +95,7 @@ def create_mesh(device: str, ranks: Tensor, axes: tuple[str, ...], groups: Group
     """Create a mesh and its process groups; collective over all ranks of the world.
 
     Args:
-        device: "cpu" or "cuda".
+        device: type of the devices.
         ranks: global ranks with this one among them, one dim for each axis.
         axes: names.
         groups: existing groups, by axis; new ones are added.  All axes of one rank share a group.

@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
+from weft.config.accelerators import GPU
 from weft.parallel.dtensor import shard_like, to_local
 
 ContextFactory = Callable[..., AbstractContextManager[Any]]
@@ -264,7 +265,7 @@ def create_group(device: str, rows: Tensor, name: str) -> Any:
     row, with torch's default timeout.
 
     Args:
-        device: "cpu" or "cuda".
+        device: type of the devices.
         rows: int64, the global ranks of one group in each row; this rank needs only its own.
         name: mesh axis.
     """
@@ -273,7 +274,10 @@ def create_group(device: str, rows: Tensor, name: str) -> Any:
         return world
     ranks: list[int] = rows[(rows == dist.get_rank()).any(1)][0].tolist()
     backend = dict(pair.split(":") for pair in dist.get_backend_config().split(","))[device]
-    timeout = getattr(world._get_backend(torch.device(device)).options, "_timeout", None)
+    # Backends of other packages may have no options; gloo has the same timeout.
+    backends = (world._get_backend(torch.device(kind)) for kind in (device, "cpu"))
+    options = next(filter(None, (getattr(each, "options", None) for each in backends)), None)
+    timeout = getattr(options, "_timeout", None)
     return dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=name)
 
 
@@ -729,13 +733,13 @@ def enable_expandable_segments() -> None:
 
 def set_memory_history(enabled: bool) -> None:
     """Start or stop to record the stack of each CUDA allocation."""
-    torch.cuda.memory._record_memory_history("all" if enabled else None)
+    torch.get_device_module(GPU).memory._record_memory_history("all" if enabled else None)
 
 
 def dump_memory_snapshot(path: Path) -> None:
     """Write a CUDA memory snapshot for https://pytorch.org/memory_viz."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    torch.get_device_module(GPU).memory._dump_snapshot(str(path))
 
 
 def get_group_ranks(name: str) -> list[int]:

@@ -116,7 +116,7 @@ def overlap_passes(schedule: Any, device: torch.device) -> None:
         schedule.backward_counter[other.stage_index] += 1
         is_last = schedule.backward_counter[other.stage_index] == schedule._n_microbatches
         loss = schedule._maybe_get_loss(other, n)
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         outputs = []
 
         def run_forward() -> None:
@@ -128,7 +128,7 @@ def overlap_passes(schedule: Any, device: torch.device) -> None:
 
         def run_backward() -> None:
             if stream is not None:
-                torch.cuda.set_stream(stream)  # also sets the thread's device
+                torch.accelerator.set_stream(stream)  # also sets the thread's device
             other.backward_one_chunk(n, loss=loss, full_backward=True, last_backward=is_last)
 
         run_in_turns(run_forward, run_backward)

@@ -41,6 +41,7 @@ from pydantic import (
     ValidationError,
 )
 
+from weft.config.accelerators import GPU
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path
 from weft.config.reader import validation_rule
@@ -122,6 +123,8 @@ class Device:
         launch: host seconds per kernel launch.
         software: measured fraction of the predicted speed.
         calibrated: place and date of that measurement; empty if there is none.
+        type: device type in PyTorch.
+        note: what a reader of a plan should know.
     """
 
     name: str
@@ -142,6 +145,8 @@ class Device:
     launch: PositiveFloat = 12e-6  # profiles of eager PyTorch
     software: PositiveFloat = 1.0
     calibrated: str = ""
+    type: str = GPU
+    note: str = ""
 
     def flops(self, precision: str) -> float:
         """Return the FLOP/s of the best matrix product; bfloat16's if unsupported."""
@@ -358,10 +363,10 @@ class Cluster:
         return get_device(self.device_name)
 
     def describe_assumptions(self, text: str) -> list[str]:
-        """Return how ``text`` was read, if it is not complete."""
-        if _normalize(text) == _normalize(str(self)):
-            return []
-        return [f"{text} is taken as {self}"]
+        """Return how ``text`` was read, if it is not complete, and the note of the device."""
+        is_complete = _normalize(text) == _normalize(str(self))
+        reading = [] if is_complete else [f"{text} is taken as {self}"]
+        return [*reading, *filter(None, [self.device.note])]
 
     def __str__(self) -> str:
         return f"{self.num_nodes}x{self.devices_per_node}x{self.device_name.replace(' ', '-')}"

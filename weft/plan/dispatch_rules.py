@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from weft.config.accelerators import supports
 from weft.config.errors import ConfigErrors
 from weft.config.schema import Job
 from weft.models import Family
@@ -38,7 +39,7 @@ def check_dispatch(
         )
     if name != "deepep":
         return
-    if machine.device != "cuda":
+    if not supports(machine.device, "DeepEP"):
         rule = f"needs GPUs, but run.device is {machine.device}"
         errors.add(KEY, rule, "use alltoall or padded", ("run.device",))
     elif compute_dtype != "bfloat16":

@@ -15,25 +15,24 @@ from weft.config.schema import Job
 from weft.models import Family, load_family
 from weft.plan.placement import AXES, MESH_ORDERS, rank_groups, ranks_per_node
 
-DeviceType = Literal["cpu", "cuda"]
-
 
 @dataclass(frozen=True)
 class Machine:
     """The hardware that a run uses.
 
     Attributes:
-        devices: GPUs of this host, or its cores on CPU.
+        device: its type.
+        devices: accelerators of this host, or its cores on CPU.
         world_size, local_world_size: ranks of the job and of this host, if a launcher has set
             them; None if weft chooses them.
         memory_bytes: memory of one GPU, or of this host on CPU; None if unknown.
         peer_access: True if the GPUs of a host can read each other's memory.
-        capability: CUDA compute capability; (0, 0) if unknown.
+        capability: compute capability of a GPU; (0, 0) if unknown.
         num_threads: CPU threads per rank that the environment requests (OMP_NUM_THREADS); None if
             weft chooses them.
     """
 
-    device: DeviceType
+    device: str
     devices: int
     device_name: str = ""
     world_size: int | None = None
@@ -139,7 +138,7 @@ class Plan:
 
     job: Job
     run_dir: str
-    device: DeviceType
+    device: str
     world_size: int
     local_world_size: int  # ranks per node
     node_counts: tuple[int, ...]  # node counts that the run can use; this plan is for the last

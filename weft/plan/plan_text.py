@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft.config.errors import ConfigError, ConfigErrors
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job, RunSection
 from weft.plan.degrees import NPROC, RANKS
-from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
+from weft.plan.devices import Cluster, parse_cluster
 from weft.plan.lora_plan import plan_cost
 from weft.plan.model_config import Adopt, adopt_model, model_name
 from weft.plan.placement import DEGREE_KEYS
@@ -69,6 +69,10 @@ def plan_recipe(
         else:
             parsed = parse_cluster(text, key)
             machine, notes = cluster_machine(parsed), parsed.describe_assumptions(text)
+            if job.run.device not in ("auto", "cpu", machine.device):
+                rule = f"is not the device type of {key}={text}, which is {machine.device}"
+                remedy = f"use auto or {machine.device}"
+                raise InvalidConfig([ConfigError("run.device", job.run.device, rule, remedy)])
         if cluster and machine.world_size is not None:
             chosen = {name for name, _ in overrides}
             job, note = follow_ranks(job, chosen, machine.world_size)
@@ -108,7 +112,7 @@ def _adapt_to_cluster(
 def cluster_machine(cluster: Cluster) -> Machine:
     """Return the machine of one node of a cluster, with a rank on each device."""
     return Machine(
-        device="cpu" if cluster.device_name == CPU_DEVICE else "cuda",
+        device=cluster.device.type,
         devices=cluster.devices_per_node,
         device_name=cluster.device_name,
         world_size=cluster.world_size,
@@ -155,7 +159,7 @@ def describe_machine(plan: Plan, machine: Machine) -> str:
     """Format the hardware of a plan, such as ``64 nodes of 8 H100``."""
     nodes = math.ceil(plan.world_size / plan.local_world_size)
     local = plan.local_world_size
-    unit = machine.device_name if plan.device == "cuda" else f"CPU process{'es' * (local > 1)}"
+    unit = f"CPU process{'es' * (local > 1)}" if plan.device == "cpu" else machine.device_name
     return f"{nodes:,} nodes of {local} {unit}" if nodes > 1 else f"{local} {unit}"
 
 

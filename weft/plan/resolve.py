@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from weft.config.accelerators import unit_of
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, ParallelSection, difference
@@ -120,14 +121,14 @@ def resolve(
         check_data(errors, job, model)
     compute_dtype = job.precision.compute_dtype
     if compute_dtype == "auto":
-        compute_dtype = "bfloat16" if machine.device == "cuda" else "float32"
+        compute_dtype = "float32" if machine.device == "cpu" else "bfloat16"
     compute_bytes = 2 if compute_dtype == "bfloat16" else 4
 
     world_size = machine.world_size or _resolve_nproc(errors, job, machine)
     local_world_size = machine.local_world_size or world_size
     num_nodes = max(1, world_size // local_world_size)
     num_errors = len(errors)
-    limit = machine.devices if machine.device == "cuda" else MAX_CPU_RANKS
+    limit = MAX_CPU_RANKS if machine.device == "cpu" else machine.devices
     max_ranks = limit if num_nodes == 1 else limit * MAX_NODES  # there may be more nodes
     degrees = resolve_degrees(errors, parallel, world_size, num_nodes, max_ranks)
     is_launched = machine.world_size is not None and job.run.nodes == "auto"
@@ -387,18 +388,18 @@ def _resolve_nproc(
     After an error of the layout, all of its ranks count as those of one node, so that the other
     rules can check it.
     """
-    nproc, is_cuda = job.run.nproc_per_node, machine.device == "cuda"
-    limit = machine.devices if is_cuda else MAX_CPU_RANKS
+    nproc, is_cpu = job.run.nproc_per_node, machine.device == "cpu"
+    limit = MAX_CPU_RANKS if is_cpu else machine.devices
     if nproc == "auto":
         if found := _auto_nproc(job, machine, nodes, limit):
             return found
-        device = "GPUs" if is_cuda else "processes"
+        device = "processes" if is_cpu else f"{unit_of(machine.device)}s"
         return _check_nodes(errors, job, nodes[-1], limit, device)
     if nproc > limit:
         rule = f"exceeds the {limit} " + (
-            "GPUs of this machine" if is_cuda else "processes per CPU"
+            "processes per CPU" if is_cpu else f"{unit_of(machine.device)}s of this machine"
         )
-        on_cpu = "--run.device cpu, or " if is_cuda else ""
+        on_cpu = "" if is_cpu else "--run.device cpu, or "
         remedy = f"use at most {limit}, or {on_cpu}several machines (run.nodes)"
         errors.add("run.nproc_per_node", rule, remedy, ("run.device", *DEGREE_KEYS))
     return nproc
@@ -462,7 +463,7 @@ def _auto_nproc(job: Job, machine: Machine, nodes: range, limit: int) -> int:
         for count in reversed(nodes):
             nproc, rest = divmod(parallel.num_ranks, count)
             # Several nodes with idle GPUs are a mistake.
-            fewest = limit if machine.device == "cuda" and count > 1 else 1
+            fewest = limit if machine.device != "cpu" and count > 1 else 1
             if not rest and fewest <= nproc <= limit:
                 return nproc
         return 0

@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from weft.config.accelerators import Technique, supported_devices, supports
 from weft.config.errors import ConfigErrors
 from weft.config.files import parse_address
 from weft.config.schema import (
@@ -148,14 +149,19 @@ def check_device(
         errors: receives the errors.
         job: keys of the run.
         model: the family's configuration.
-        device: cpu or cuda.
+        device: type of the devices.
         peer_access: True if the devices of a node can read each other's memory.
         degrees: degrees of all axes.
         local_world_size: ranks per node.
     """
+    _check_techniques(errors, job, device, degrees)
     mode = job.activation_checkpoint.mode
     wraps_operators = mode in ("selective", "budget") and not job.compile.enable
-    if device == "cuda" and wraps_operators and _uses_flex_attention(job, model, degrees.cp):
+    if (
+        supports(device, "FlexAttention")
+        and wraps_operators
+        and _uses_flex_attention(job, model, degrees.cp)
+    ):
         # Selective checkpointing runs FlexAttention uncompiled.
         errors.add(
             "activation_checkpoint.mode",
@@ -203,6 +209,22 @@ def check_addresses(errors: ConfigErrors, job: Job) -> None:
     rule = "is not env:NAME: the URL of a webhook is a secret, which job.toml and logs would show"
     remedy = "export WEFT_WEBHOOK with the URL, and use env:WEFT_WEBHOOK, or off"
     errors.add("monitor.webhook", rule, remedy, value=f"{scheme[:5]}..." if scheme else "...")
+
+
+def _check_techniques(errors: ConfigErrors, job: Job, device: str, degrees: ParallelDims) -> None:
+    """Record each technique of the job that weft does not have on the device type."""
+    is_blockwise = degrees.cp > 1 and job.parallel.cp_method != "ulysses"
+    uses: tuple[tuple[bool, Technique, str, str], ...] = (
+        (job.compile.enable, "compilation", "compile.enable", "false"),
+        (job.precision.float8 != "none", "float8", "precision.float8", "none"),
+        (is_blockwise, "blocks of attention", "parallel.cp_method", "ulysses"),
+        (job.resilience.has_replica_groups, "replica groups", "resilience.lighthouse", "none"),
+    )
+    for is_used, technique, key, other in uses:
+        if is_used and not supports(device, technique):
+            devices = " and ".join(supported_devices(technique))
+            rule = f"is not supported on the device type {device}, only on {devices}"
+            errors.add(key, rule, f"use {other}", ("run.device", "run.cluster"))
 
 
 def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
+from weft.config.accelerators import GPU
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import only_finite, read_json
 from weft.config.run_paths import portable
@@ -211,7 +212,7 @@ def _format_changes(jobs: Sequence[Job], runs: Sequence[Path]) -> list[str]:
     """Format the differences of configuration and environment."""
     changed = difference(*map(portable, jobs, runs))
     environments = [read_json(run / "environment.json") for run in runs]
-    for name in ("weft", "git", "torch", "cuda", "python", "devices"):
+    for name in ("weft", "git", "torch", GPU, "python", "devices"):
         values = [environment.get(name) for environment in environments]
         if values[0] != values[1]:
             changed[name] = (values[0], values[1])

@@ -100,12 +100,14 @@ class TrainingModel(LanguageModel):
         self._check_stop()
         step, plan, num_sequences = self.train_step, self.train_step.plan, len(tokens_BT)
         batch_size = min(plan.microbatch_size, num_sequences)
+        # Batches are on the host until a step reads them.
+        tokens_BT, batch_N, indices_N = tokens_BT.cpu(), batch_N.cpu(), indices_N.cpu()
         num_rows = -(-num_sequences // batch_size) * batch_size
         rows_BT = tokens_BT.new_zeros(num_rows, plan.seq_len)
         rows_BT[:num_sequences, : tokens_BT.shape[1]] = tokens_BT
         # A target says which logits belong to which sequence.
         targets_BT = torch.full_like(rows_BT, IGNORE_INDEX)
-        targets_BT[batch_N, indices_N] = torch.arange(len(batch_N), device=self.device)
+        targets_BT[batch_N, indices_N] = torch.arange(len(batch_N))
         columns = (torch.split(column, batch_size) for column in (rows_BT, targets_BT))
         batches = [Batch(rows, targets, None, None) for rows, targets in zip(*columns, strict=True)]
         with record_logits(step) as recorded:

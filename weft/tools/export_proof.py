@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from weft.checkpoint.manifest import checkpoint_step, read_manifest
 from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.weight_files import Weight, write_json
+from weft.config.accelerators import WITHOUT_GPUS
 from weft.config.errors import MISSING, ConfigErrors, WeftError
 from weft.data.chat_rows import InvalidConversation
 from weft.data.dataset import open_dataset
@@ -306,7 +307,7 @@ def ask_transformers(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
         paths[0].write_text(json.dumps(request), "utf-8")
         command = [sys.executable, "-m", "weft.tools.exported_model", *map(str, paths)]
         # The CPU only: a GPU rounds otherwise, and may be too small.
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | WITHOUT_GPUS | {"TOKENIZERS_PARALLELISM": "false"}
         package = str(Path(__file__).parents[2])
         search = filter(None, (package, os.environ.get("PYTHONPATH", "")))
         environment["PYTHONPATH"] = os.pathsep.join(search)

@@ -37,7 +37,7 @@ from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.resolve import resolve
 from weft.plan.shard_sizes import chunk_range
-from weft.train.machine import detect_machine
+from weft.train.machine import default_device, detect_machine
 from weft.train.setup import Rank, allocate
 from weft.train.state import checkpoint_dir
 
@@ -295,7 +295,7 @@ def load_local_model(
 ) -> LanguageModel:
     """Load the model in this process, without a process group.
 
-    On a GPU the weights are bfloat16, unless the run computes in float32.
+    On an accelerator the weights are bfloat16, unless the run computes in float32.
 
     Raises:
         InvalidConfig: it is a reward model.
@@ -303,9 +303,9 @@ def load_local_model(
     if errors := check_language_model(checkpoint):
         raise InvalidConfig(errors)
     if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = default_device()
     module = load_unsharded(checkpoint, device)
-    if device.type == "cuda" and checkpoint.job.precision.compute_dtype != "float32":
+    if device.type != "cpu" and checkpoint.job.precision.compute_dtype != "float32":
         module.to(torch.bfloat16)
     return LanguageModel(module, checkpoint.family, checkpoint.config, None)
 

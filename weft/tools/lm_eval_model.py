@@ -26,6 +26,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 
+from weft.config.accelerators import GPU
 from weft.data.chat import ChatEncoder
 from weft.data.chat_rows import InvalidConversation
 from weft.data.chat_template import strip_marks
@@ -33,7 +34,7 @@ from weft.tools.evaluate import compute_log_probs
 from weft.tools.generate import Sampling, generate, load_chat_format, make_sequence
 from weft.tools.inference_model import find_checkpoint, load_local_model
 
-HARNESS_DEFAULT_DEVICE = "cuda:0"
+HARNESS_DEFAULT_DEVICE = f"{GPU}:0"
 MAX_NEW_TOKENS = 256  # default limit of a generated answer
 ANSWER_END = "<weft: end of the answer so far>"  # in a rendered conversation that is continued
 
@@ -44,8 +45,8 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
     Args:
         path: a run directory, or one of its checkpoints.
         batch_size: number of sequences.
-        device: cpu or cuda; None: a GPU if there is one.  ``cuda:0``, which the harness passes if
-            the user names no device, means the same on a machine without a GPU.
+        device: cpu, or an accelerator; None: one if there is one.  ``cuda:0``, which the harness
+            passes if the user names no device, means the same on a machine without a GPU.
         chat_template_args: variables of the chat template; None: ``data.chat_template_args``.
         enable_thinking: one of these variables.
         step: of a run directory: step of the checkpoint, or best; None: the newest one.
@@ -63,7 +64,7 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         checkpoint = find_checkpoint(Path(os.path.realpath(path)), step)
-        if device == HARNESS_DEFAULT_DEVICE and not torch.cuda.is_available():
+        if device == HARNESS_DEFAULT_DEVICE and not torch.accelerator.is_available():
             device = None
         self.model = load_local_model(checkpoint, torch.device(device) if device else None)
         self.chat_format = load_chat_format(checkpoint)

@@ -39,6 +39,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from weft.config.accelerators import WITHOUT_GPUS
 from weft.config.errors import WeftError
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 from weft.plan.plan import Plan
@@ -119,7 +120,8 @@ def run_ranks(
     Raises:
         RanksFailed: with the error of the rank that failed first.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator and torch.get_device_module(accelerator).is_initialized():
         raise WeftError(
             "this process has used a GPU and cannot fork ranks; run weft as a command instead"
         )
@@ -257,8 +259,7 @@ def _rank_main(
         sys.stdout, sys.stderr = (os.fdopen(n, "w", 1, "utf-8", closefd=False) for n in (1, 2))
         faulthandler.enable(log_file)
         faulthandler.dump_traceback_later(timeout, file=log_file)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ |= single_host_env("cpu")
+        os.environ |= WITHOUT_GPUS | single_host_env("cpu")
         torch.set_num_threads(1)
         message: tuple[Any, ...]
         try:

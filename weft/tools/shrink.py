@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.config.accelerators import GPU
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import (
@@ -82,7 +83,7 @@ def plan_for_recipe(job: Job) -> Plan:
     nproc = job.run.nproc_per_node
     world = parallel.num_ranks if nproc == "auto" else nproc
     machine = Machine(
-        device="cpu" if job.run.device == "cpu" else "cuda",
+        device=GPU if job.run.device == "auto" else job.run.device,
         devices=world or 2 * parallel.ranks_per_shard,  # an "auto" axis has two ranks
         world_size=world,
         local_world_size=world,

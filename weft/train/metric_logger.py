@@ -250,7 +250,7 @@ class MetricLogger:
         enter_phase("device")
         fault_point("record")
         flush_spans()
-        probe = Probe(device) if device.type == "cuda" else None
+        probe = None if device.type == "cpu" else Probe(device)
         (loss, grad_norm), logits, routers, layer_norms, source_means, metric_means = detector.wait(
             self._loss_and_norm,
             self._qk_clip.max_logits() if self._qk_clip is not None else self._none,

@@ -51,6 +51,7 @@ from weft.checkpoint.state_dict import (
     checkpoint_tensors,
     local_values,
 )
+from weft.config.accelerators import supports
 from weft.config.errors import WeftError
 from weft.config.schema import flatten
 from weft.data.dataset import Dataset
@@ -323,7 +324,7 @@ class ReplicaGroups(SingleReplica):
         self._disconnect()
         if self.count > 1:
             prefix = f"{quorum.members[0].store}/{quorum.created}/{self._rank}"
-            if self._device.type == "cuda":
+            if supports(self._device.type, "NCCL"):
                 from torchft.process_group import ProcessGroupNCCL
 
                 self._pg = ProcessGroupNCCL(self._timeout)
@@ -336,7 +337,7 @@ class ReplicaGroups(SingleReplica):
 
     def _disconnect(self) -> None:
         """Drop the process group; sums of the counterparts with this rank fail at once."""
-        if self._pg is not None and self._device.type == "cuda":
+        if self._pg is not None and supports(self._device.type, "NCCL"):
             self._pg.abort()
         self._pg = self._pg_members = None
 
@@ -417,7 +418,8 @@ class ReplicaGroups(SingleReplica):
                     works.append(self._pg.allreduce([tensor], dist.AllreduceOptions()))
                 for work in works:
                     work.wait()
-                if self._device.type == "cuda" and (lost := self._pg.errored()):  # waits
+                has_nccl = supports(self._device.type, "NCCL")
+                if has_nccl and (lost := self._pg.errored()):  # waits
                     raise lost
             except RuntimeError as error:
                 self._error = error

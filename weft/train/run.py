@@ -158,7 +158,7 @@ def open_run(
             measures_documents=job.train.neftune_alpha > 0,
         )
         set_wait_hook(partial(beat, "bytes"))
-        data = Prefetcher(loader, rank.device, use_thread=rank.device.type == "cuda")
+        data = Prefetcher(loader, rank.device, use_thread=rank.device.type != "cpu")
         stack.enter_context(closing(data))
         layer_stats = open_layer_stats(built)
         metrics = MetricLogger(built, dataset, rank, layer_stats, timer, events, console)

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from weft.config.accelerators import GPU
 from weft.config.files import write_json
 from weft.config.schema import RunSection
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
-from weft.plan.plan import DeviceType, Plan
-from weft.train.machine import detect_machine
+from weft.plan.plan import Plan
+from weft.train.machine import detect_machine, device_names, find_accelerator
 from weft.version import PACKAGE_DIR, __version__
 
 
@@ -30,20 +31,20 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
     environment: dict[str, Any] = {
         "weft": __version__,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        GPU: getattr(torch.version, GPU, None),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "devices": device_names(),
         "memory_gib": _memory_gib(plan.device),
         "git": git_commit(),
     }
     write_json(run_dir / "environment.json", environment, indent=2)
 
 
-def _memory_gib(device: DeviceType) -> float | None:
-    """Return the memory of one GPU or of the host; None if there is no GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
+def _memory_gib(device: str) -> float | None:
+    """Return the memory of one accelerator or of the host; None if there is none."""
+    if device not in ("cpu", find_accelerator()):
         return None
     return (detect_machine(RunSection(device=device)).memory_bytes or 0) / 2**30
 

@@ -29,6 +29,7 @@ from weft.checkpoint.state_dict import (
     saved_parameters,
     trainable_parameters,
 )
+from weft.config.accelerators import supports
 from weft.config.errors import lookup
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
@@ -86,15 +87,21 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rendezvous = _rendezvous() | {"timeout": collective_timeout(plan.job.resilience.step_timeout)}
     configure_flight_recorder(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
-    if plan.device == "cuda":
-        # A scheduler may make only its own GPU visible to each rank.
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
-        torch.cuda.set_device(device)
+    if plan.device != "cpu":
+        # A scheduler may make only its own device visible to each rank.
+        index = local_rank if torch.accelerator.device_count() > 1 else 0
+        device = torch.device(plan.device, index)
+        torch.accelerator.set_device_index(device)
         # Pools of symmetric memory are incompatible with growing segments (pytorch#187465).
-        if not (plan.async_tp or plan.job.parallel.symmetric_memory):
+        uses_pools = plan.async_tp or plan.job.parallel.symmetric_memory
+        if supports(plan.device, "expandable segments") and not uses_pools:
             enable_expandable_segments()
-        # gloo in addition to NCCL, for collectives of checkpoints on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous)
+        backend = dist.get_default_backend_for_device(device)
+        # gloo in addition, for collectives of checkpoints on the CPU.
+        backends = f"cpu:gloo,{plan.device}:{backend}"
+        # NCCL then splits groups.  With other devices torch could not create groups of gloo alone.
+        bound = device if supports(plan.device, "NCCL") else None
+        dist.init_process_group(backends, device_id=bound, **rendezvous)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(plan.num_threads)
@@ -120,7 +127,7 @@ def collective_timeout(step_timeout: float | str) -> timedelta:
 def enable_determinism() -> None:
     """Make operators give the same bits every time, or raise an error.
 
-    Call this function before CUDA starts.  Uninitialized memory is not filled, because weft never
+    Call this function before a GPU is used.  Uninitialized memory is not filled, because weft never
     reads it and filling costs time.
     """
     # Two workspaces of fixed size: NVIDIA's cuBLAS documentation, 'Results reproducibility'.
@@ -140,9 +147,11 @@ def fastest_attention(
     faster.  A kernel that does not support an input passes it to the next.  FlashAttention is the
     kernel whose backward pass is deterministic.
     """
-    if deterministic and device.type == "cuda":
+    if not supports(device.type, "choice of attention kernels"):
+        return nullcontext()
+    if deterministic:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if torch.get_device_module(device).get_device_capability(device) < (9, 0):
         return nullcontext()
     kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     order = [SDPBackend.__members__[name] for name in kernels]
@@ -154,7 +163,7 @@ def keep_freed_memory() -> None:
 
     glibc returns blocks of some MiB, and the end of its heap, to the system as soon as they are
     free.  Allocating them again costs a page fault per 4 KiB, with FSDP up to a tenth of a step.
-    The resident memory grows, its peak does not.  On CUDA torch's own allocator keeps memory; other
+    The resident memory grows, its peak does not.  An accelerator's allocator keeps memory; other
     C libraries have no such option.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
