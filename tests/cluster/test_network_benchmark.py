@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -15,11 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from tests.cluster import namespaces
+from tests.cluster.conftest import free_port, processes_in
 from tests.cluster.namespaces import Host, connected_hosts
+from tests.harness import run_ranks
 from weft.cluster import network_benchmark
 from weft.cluster.network_benchmark import NodeGroup, benchmark_groups, pair_rounds, summarize
 from weft.cluster.network_checks import check_network
 from weft.cluster.node_facts import Facts, NetworkMeasurements
+from weft.cluster.rendezvous import connect_store
 
 PORT = 29_411
 # What `weft doctor --network` does after its other checks.
@@ -80,9 +84,9 @@ def test_summary_names_a_node_that_vanished_once() -> None:
 
 def test_summary_names_a_node_whose_process_failed_with_the_reason() -> None:
     results = node_results(4, **{f"{n}_3": {"lost": 3} for n in range(3)}, ring={"lost": 3})
-    results[3] = {"ring": {"failed": "process 2: CUDA error: out of memory"}}
+    results[3] = {"ring": {"broken": "OutOfMemoryError: CUDA error: out of memory"}}
     network = summarize(HOSTS, 8, results)
-    reason = "process 2: CUDA error: out of memory"
+    reason = "OutOfMemoryError: CUDA error: out of memory"
     assert network.errors == (f"node d cannot be measured: {reason}",)
 
 
@@ -118,6 +122,33 @@ def test_node_store_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.Mo
         assert first.wait({0: "alive/0", 1: "never"}, 60) == 1
         assert time.monotonic() - start < 5
         assert first.wait({1: "never"}, 60) == 1  # known from now on
+
+
+def measure_on_this_host(port: int, kind: str) -> NetworkMeasurements:
+    dist.destroy_process_group()  # of the harness
+    endpoint = f"127.0.0.1:{port}"
+    store = connect_store(endpoint, "doctor", (1, 2), 60)
+    result = network_benchmark.measure_network(store, endpoint, 2, kind, 2)
+    time.sleep(0.5)  # this process may have the store
+    return result
+
+
+def test_network_of_two_nodes_is_measured_by_all_ranks_of_each() -> None:
+    first, second = run_ranks(measure_on_this_host, 2, free_port(), "cpu")
+    assert first == second
+    assert first.errors == ()
+    ((a, b, rate),) = first.pairs
+    assert {a.partition(" (")[2], b.partition(" (")[2]} == {"node 0)", "node 1)"}
+    assert rate > 0
+    assert first.busbw > 0
+
+
+def test_network_node_that_cannot_use_its_devices_is_named_with_the_reason() -> None:
+    """This machine has no GPU."""
+    for network in run_ranks(measure_on_this_host, 2, free_port(), "cuda"):
+        assert len(network.errors) == 2
+        for error in network.errors:
+            assert re.search(r"^node \S+ \(node [01]\) cannot be measured: \w+: \S+", error), error
 
 
 # --------------------------------------------------------------------------- several hosts
@@ -190,15 +221,9 @@ def test_network_node_that_dies_is_named_and_nobody_hangs(
     processes = measure(four_hosts, tmp_path)
     dead = four_hosts[3].name
     deadline = time.monotonic() + 120
-    while sum("-m weft.cluster.network_" in line for line in command_lines(tmp_path)) < 4:
+    while len(processes_in(tmp_path)) < 8:  # each node has forked a rank
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        time.sleep(0.02)
     os.killpg(processes[3].pid, signal.SIGKILL)
     for network in results_of(processes[:3]):
         assert network.errors == (f"node {dead} stopped answering during the measurement",)
-
-
-def command_lines(directory: Path) -> list[str]:
-    from tests.cluster.conftest import processes_in
-
-    return list(processes_in(directory).values())

@@ -1,7 +1,8 @@
 """Benchmark of the network between nodes: every pair, and a ring of all ranks.
 
-`measure_network` runs on every node at the same time.  It starts one process per device, because a
-collective that hangs can only be ended by ending its process, and it never waits without a limit.
+`measure_network` runs on every node at the same time.  nccl-tests measures several nodes only under
+MPI, and hangs if a node does.  So each measurement has its own processes, one per device, which
+end with it, and nobody waits without a limit.
 
 The pairs are measured in rounds, as in a tournament: in each round every node has another partner,
 so N nodes need N - 1 rounds (N if N is odd).  All ranks of a node send to and receive from those of
@@ -12,27 +13,26 @@ waits for a node that stopped to do so, and the report names it.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
-from weft.cluster.device_benchmark import last_line
 from weft.cluster.node_facts import NetworkMeasurements
-from weft.cluster.rank_exit import exit_process
-from weft.config.errors import WeftError
-from weft.monitor.process import PYTHON, die_with_parent, single_host_env
+from weft.monitor.process import die_with_parent, single_host_env
 from weft.train.environment import is_loopback
 
 # A node that has not shown that it is alive for this long is lost.
@@ -43,8 +43,7 @@ BURST_SECONDS = 0.5  # of messages, per pair
 MESSAGE_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}
 RING_BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
 RUN_ID, RING = "network", "ring"  # the prefix of keys in the store; the name of the last group
-RESTART = 3  # exit status of a process whose measurement failed or hung
-Result: TypeAlias = dict[str, Any]  # rate in bytes/s, or lost: a node, or error: a text
+Result: TypeAlias = dict[str, Any]  # rate in bytes/s, or why there is none: see `measure_group`
 NCCL_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
 
 
@@ -132,49 +131,6 @@ class NodeGroup:
 # --------------------------------------------------------------------------- one rank
 
 
-def measure_rank(
-    endpoint: str,
-    hosts: Sequence[str],
-    node: int,
-    local_rank: int,
-    ranks: int,
-    kind: str,
-    home: str,
-) -> None:
-    """Measure as one of the ``ranks`` ranks of a node; append the results to a file.
-
-    A measurement that fails or hangs ends the process with status `RESTART`.  The next one, which
-    `measure_network` starts, skips what has a result.
-
-    Args:
-        endpoint: of the store.
-        hosts: names of all nodes by number.
-        node: number of this node.
-        local_rank: rank of this process in its node.
-        ranks: ranks per node.
-        kind: cuda or cpu.
-        home: directory of the file.
-    """
-    import torch
-
-    from weft.cluster.rendezvous import connect_store
-
-    path = Path(home, f"result-{local_rank}")
-    finished = read_results(path)
-    store = connect_store(endpoint, RUN_ID, (1, len(hosts)), START_SECONDS)
-    store.set_timeout(timedelta(seconds=MEASURE_SECONDS))
-    group = NodeGroup(prefix_store(RUN_ID, store), node, hosts)
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    with path.open("a") as file:
-        for name, nodes in benchmark_groups(len(hosts)):
-            if node in nodes and name not in finished:
-                measure_group(group, name, nodes, local_rank, ranks, device, file)
-
-
 def benchmark_groups(nodes: int) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield name and nodes of each group to measure: all pairs, then the ring."""
     for pairs in pair_rounds(nodes):
@@ -183,86 +139,85 @@ def benchmark_groups(nodes: int) -> Iterator[tuple[str, Sequence[int]]]:
     yield RING, range(nodes)
 
 
-def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of one rank by name of the group."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return dict(json.loads(line) for line in lines if line.endswith("]"))  # not cut off
-
-
-def measure_group(
-    group: NodeGroup,
-    name: str,
-    nodes: Sequence[int],
-    local_rank: int,
-    ranks: int,
-    device: Any,
-    file: TextIO,
+def measure_rank(
+    pipe: Connection, endpoint: str, name: str, size: int, rank: int, local_rank: int, kind: str
 ) -> None:
-    """Measure one pair of nodes, or all nodes; write the result, or why there is none."""
+    """Measure a group as one of its ranks, in a forked process; send the result.
 
-    def write(**result: Any) -> None:
-        print(json.dumps((name, result)), file=file, flush=True)
+    Args:
+        pipe: for the `Result`; ``broken`` means that this process cannot use its device.
+        endpoint: of the store in which the ranks meet.
+        name: name of the group.
+        size: number of ranks of the group.
+        rank: rank of this process in the group.
+        local_rank: its rank in its node, and its device.
+        kind: cuda or cpu.
+    """
+    import torch
 
-    def give_up(error: str = f"no end within {MEASURE_SECONDS:.0f} s") -> NoReturn:
-        write(error=error)
-        # After a failure, PyTorch would number the next group differently from the other nodes.
-        os._exit(RESTART)
+    from weft.cluster.rendezvous import connect_store
 
-    store = group.store
-    if store.add(f"{name}/ready/{group.node}/count", 1) >= ranks:
-        store.set(f"{name}/ready/{group.node}", "")
-    late = group.wait({node: f"{name}/ready/{node}" for node in nodes}, START_SECONDS)
-    if late is not None:
-        write(lost=late)
-        return
-    timer = threading.Timer(MEASURE_SECONDS, give_up)
-    timer.daemon = True
-    timer.start()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    kind_of_failure = "broken"
     try:
-        write(rate=_measure(group, name, nodes, local_rank, ranks, device))
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)
+        kind_of_failure = "error"
+        store = connect_store(endpoint, RUN_ID, (1, size), START_SECONDS)
+        store.set_timeout(timedelta(seconds=MEASURE_SECONDS))
+        ranks = size // 2 if name != RING else None
+        group = prefix_store(f"{RUN_ID}/{name}/group", store)
+        result: Result = {"rate": measure_rate(group, rank, size, ranks, device)}
     except Exception as error:  # of any backend
         text = str(error).partition("\n")[0]
-        give_up(f"{type(error).__name__}: {text}")
-    finally:
-        timer.cancel()
+        result = {kind_of_failure: f"{type(error).__name__}: {text}"}
+    pipe.send(result)
+    os._exit(0)  # without the destructors of objects that the parent still has
 
 
-def _measure(
-    group: NodeGroup, name: str, nodes: Sequence[int], local_rank: int, ranks: int, device: Any
-) -> float:
-    """Return bytes/s: of a pair per direction, or the ring's bus bandwidth."""
+def measure_rate(store: Any, rank: int, size: int, ranks: int | None, device: Any) -> float:
+    """Return bytes/s: of a pair of nodes per direction, or the bus bandwidth of all ranks.
+
+    Args:
+        store: of the group.
+        rank: of this process.
+        size: number of ranks.
+        ranks: ranks per node of a pair; None: all nodes.
+        device: of this rank.
+    """
     import torch
     import torch.distributed as dist
 
-    is_gpu, size = device.type == "cuda", len(nodes) * ranks
-    rank = list(nodes).index(group.node) * ranks + local_rank
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-            store=prefix_store(f"{name}/group", group.store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=MEASURE_SECONDS - 5),
-            device_id=device if is_gpu else None,
-        )
-        if name == RING:
-            data = torch.zeros(RING_BYTES[device.type] // 4, device=device)
-            seconds = _seconds_per_call(lambda: dist.all_reduce(data), device)
-            return 2 * (size - 1) / size * RING_BYTES[device.type] / seconds
-        partner = (rank + ranks) % size
-        out = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
-        into = torch.empty_like(out)
+    is_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=MEASURE_SECONDS - 5),
+        device_id=device if is_gpu else None,
+    )
+    if ranks is None:
+        data = torch.zeros(RING_BYTES[device.type] // 4, device=device)
+        seconds = _seconds_per_call(lambda: dist.all_reduce(data), device)
+        return 2 * (size - 1) / size * RING_BYTES[device.type] / seconds
+    partner = (rank + ranks) % size
+    out = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
 
-        def exchange() -> None:
-            send = dist.P2POp(dist.isend, out, partner)
-            receive = dist.P2POp(dist.irecv, into, partner)
-            for work in dist.batch_isend_irecv([send, receive]):
-                work.wait()
+    def exchange() -> None:
+        send = dist.P2POp(dist.isend, out, partner)
+        receive = dist.P2POp(dist.irecv, into, partner)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
 
-        return ranks * MESSAGE_BYTES[device.type] / _seconds_per_call(exchange, device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return ranks * MESSAGE_BYTES[device.type] / _seconds_per_call(exchange, device)
 
 
 def _seconds_per_call(run: Callable[[], object], device: Any) -> float:
@@ -306,12 +261,16 @@ def measure_network(
         return NetworkMeasurements(tuple(hosts), ranks, errors=tuple(errors))
     group = NodeGroup(shared, node, hosts)
     with group.show_alive(), tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
-        arguments = {"endpoint": endpoint, "hosts": hosts, "node": node, "ranks": ranks}
-        error = _run_processes({**arguments, "kind": device, "home": directory}, Path(directory))
-        own = _merge_ranks([read_results(Path(directory, f"result-{r}")) for r in range(ranks)])
-        if error:
-            own = {RING: {"failed": error}}
-            shared.set(f"lost/{node}", "")  # so that nobody waits for it
+        variables = NCCL_VARIABLES | {"NCCL_DEBUG_FILE": f"{directory}/nccl-%p"}
+        os.environ |= variables | (single_host_env(device) if is_loopback(endpoint) else {})
+        own: dict[str, Result] = {}
+        for name, members in benchmark_groups(nodes):
+            if node in members:
+                own[name] = measure_group(group, endpoint, name, members, ranks, device)
+            if "broken" in own.get(name, {}):
+                own = {RING: own[name]}
+                shared.set(f"lost/{node}", "")  # so that nobody waits for it
+                break
         logs = tuple(read_network_lines(path) for path in Path(directory).glob("nccl-*"))
         shared.set(f"results/{node}", json.dumps(own))
         results = _collect(group)
@@ -319,6 +278,56 @@ def measure_network(
             shared.set(f"done/{node}", "")
             _wait_each(group, "done", LOST_SECONDS)
     return summarize(hosts, ranks, results, logs)
+
+
+def measure_group(
+    group: NodeGroup, endpoint: str, name: str, nodes: Sequence[int], ranks: int, device: str
+) -> Result:
+    """Measure a pair of nodes, or all nodes, with ``ranks`` forked processes of this node.
+
+    A collective that hangs can only be ended with its process.  A fork takes hundredths of a second
+    and does not import torch again; it is safe because this process never uses a GPU.
+
+    Returns:
+        ``rate``: the slowest rank's, in bytes/s.  Or why there is none: ``lost``, a node that does
+        not answer; ``error``; or ``broken``, an error of this node with each other node.
+    """
+    group.store.set(f"{name}/ready/{group.node}", "")
+    late = group.wait({node: f"{name}/ready/{node}" for node in nodes}, START_SECONDS)
+    if late is not None:
+        return {"lost": late}
+    context, pipes, processes = multiprocessing.get_context("fork"), [], []
+    first, size = list(nodes).index(group.node) * ranks, len(nodes) * ranks
+    deadline = time.monotonic() + MEASURE_SECONDS
+    try:
+        for local_rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            place = (name, size, first + local_rank, local_rank, device)
+            process = context.Process(target=measure_rank, args=(sender, endpoint, *place))
+            with warnings.catch_warnings():  # Python 3.12 warns of the thread of `show_alive`
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        results = [_receive(pipe, deadline) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(5)  # a driver may block it forever
+    failed = [result for result in results if "rate" not in result]
+    return failed[0] if failed else min(results, key=lambda result: result["rate"])
+
+
+def _receive(pipe: Connection, deadline: float) -> Result:
+    """Return the result of a process, or why there is none."""
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            result: Result = pipe.recv()
+            return result
+    except EOFError:
+        return {"error": "a process was killed"}
+    return {"error": f"no end within {MEASURE_SECONDS:.0f} s"}
 
 
 def _wait_for_nodes(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
@@ -339,61 +348,10 @@ def _wait_for_nodes(store: Any, nodes: int, ranks: int) -> tuple[list[str], list
     return [f"{h} (node {n})" if hosts.count(h) > 1 else h for n, h in enumerate(hosts)], []
 
 
-def _run_processes(arguments: Mapping[str, Any], directory: Path) -> str:
-    """Run the ranks of this node; restart a rank whose measurement failed or hung.
-
-    Returns:
-        Why a process failed; empty if none did.
-    """
-    environment = os.environ | NCCL_VARIABLES | {"NCCL_DEBUG_FILE": f"{directory}/nccl-%p"}
-    if is_loopback(arguments["endpoint"]):
-        environment |= single_host_env(arguments["kind"])
-    environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    rounds = len(list(pair_rounds(len(arguments["hosts"])))) + 1
-    deadline = time.monotonic() + 2 * START_SECONDS + rounds * MEASURE_SECONDS
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(rank: int) -> None:
-        argument = json.dumps({**arguments, "local_rank": rank})
-        command = [*PYTHON, "weft.cluster.network_benchmark", argument]
-        with open(directory / f"log-{rank}", "ab") as log:
-            processes[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-    for rank in range(arguments["ranks"]):
-        start(rank)
-    try:
-        while processes and time.monotonic() < deadline:
-            for rank, process in list(processes.items()):
-                if (code := process.poll()) is not None:
-                    del processes[rank]
-                if code == RESTART:
-                    start(rank)
-                elif code:
-                    log = (directory / f"log-{rank}").read_text("utf-8", "replace")
-                    return f"process {rank}: {last_line(log)}"
-            time.sleep(0.1)
-        return ""
-    finally:
-        for process in processes.values():
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver may block it forever
-                process.wait(5)
-
-
 def read_network_lines(path: Path) -> str:
     """Return the lines of NCCL's log that are about the network."""
     lines = path.read_text("utf-8", "replace").splitlines()
     return "\n".join(line for line in lines if re.search("NET/|Using network|NCCL version", line))
-
-
-def _merge_ranks(results: Sequence[Mapping[str, Result]]) -> dict[str, Result]:
-    """Combine the results of a node's ranks: a failure counts, then the slowest."""
-    merged: dict[str, Result] = {}
-    for name in {name for result in results for name in result}:
-        own = [result.get(name, {"error": "no result"}) for result in results]
-        failed = [result for result in own if "rate" not in result]
-        merged[name] = failed[0] if failed else min(own, key=lambda result: result["rate"])
-    return merged
 
 
 def _wait_each(group: NodeGroup, name: str, seconds: float) -> Iterator[int]:
@@ -430,7 +388,7 @@ def summarize(
     """
     pairs: list[tuple[str, str, float]] = []
     failures: list[tuple[tuple[int, int], str]] = []
-    broken = {n: result[RING]["failed"] for n, result in enumerate(results) if _is_broken(result)}
+    broken = {n: result[RING]["broken"] for n, result in enumerate(results) if _is_broken(result)}
     lost = {node for node, result in enumerate(results) if not result}
     for name, nodes in benchmark_groups(len(hosts)):
         own = [results[node].get(name, {"error": "no answer"}) for node in nodes]
@@ -460,7 +418,7 @@ def summarize(
 
 
 def _is_broken(result: Mapping[str, Result]) -> bool:
-    return "failed" in result.get(RING, {})
+    return "broken" in result.get(RING, {})
 
 
 def _name_failures(
@@ -486,18 +444,3 @@ def _name_failures(
     for pair, reason in failures:
         if not {*pair} & (isolated | {*lost} | {*broken}):
             yield f"no connection between {hosts[pair[0]]} and {hosts[pair[1]]}: {reason}"
-
-
-def main() -> None:
-    """Measure as one rank."""
-    die_with_parent()
-    try:
-        measure_rank(**json.loads(sys.argv[1]))
-    except (WeftError, RuntimeError, OSError) as error:  # the store is lost
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        exit_process(1)
-    exit_process(0)
-
-
-if __name__ == "__main__":
-    main()
