@@ -1,7 +1,7 @@
 // A libnvidia-ml.so.1 that answers from the text file $FAKE_NVML.
 //
 // A line is "KEY VALUE", "KEY.GPU VALUE" or "KEY.GPU.LINK VALUE"; the most specific one counts.
-// Without a line a value is that of an idle DGX H100: eight GPUs, each with 18 NVLinks to switches.
+// "xid.GPU CODE" is an event of that GPU, once per GPU.  Without a line a value is that of an idle DGX H100: eight GPUs, each with 18 NVLinks to switches.
 // The value "-" means that the device does not support the query (NVML_ERROR_NOT_SUPPORTED).  "init"
 // is the status of nvmlInit, "lost" that of a device's handle, and "hang" makes nvmlInit never return.
 // tests/fake_nvml.py compiles it.  Structures and numbers are those of NVML's header nvml.h.
@@ -123,6 +123,29 @@ int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned link, Pci *out) {
     unsigned bus;
     int status = small("remote_bus", gpu, link, "-", &bus);
     return status ? status : pci(bus, out);
+}
+typedef struct {
+    void *gpu;
+    unsigned long long kind, value;
+    unsigned instances[2];
+} Event;
+int nvmlEventSetCreate(void **out) {
+    *out = (void *)1;
+    return 0;
+}
+int nvmlDeviceRegisterEvents(void *gpu, unsigned long long kinds, void *set) { return kinds == 8 ? 0 : 2; }
+int nvmlEventSetWait_v2(void *set, Event *out, unsigned milliseconds) {
+    static char is_reported[64];
+    for (int gpu = 0; gpu < 64; gpu++) {
+        int code = atoi(get("xid", gpu, -1, "0"));
+        if (code && !is_reported[gpu]) {
+            is_reported[gpu] = 1;
+            *out = (Event){(void *)(long)(gpu + 1), 8, code, {0, 0}};
+            return 0;
+        }
+    }
+    usleep(milliseconds * 100);
+    return 10;  // NVML_ERROR_TIMEOUT
 }
 int nvmlDeviceGetTopologyCommonAncestor(void *gpu, void *other, unsigned *out) {
     return small("ancestor", gpu, (int)(long)other - 1, "50", out);

@@ -18,6 +18,7 @@ from weft.cluster.node_facts import (
     warning,
 )
 from weft.monitor.nvml import TIMED_OUT
+from weft.monitor.xid_watch import XIDS, describe_xid
 from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device
 
 # Fractions of the specified speed below which a device gets a warning, and is bad.
@@ -102,15 +103,6 @@ CLOCK_REASONS = {
     0x2: note("at a fixed application clock", "nvidia-smi -rac resets the clock"),
     0x10: note("limited to the clock of another GPU (sync boost)", "nvidia-smi -q shows the group"),
 }
-# Driver errors after which a GPU must not be used: NVIDIA's Xid catalog.
-XIDS = {
-    48: "double-bit memory error",
-    64: "row remapping failed",
-    74: "NVLink error",
-    79: "fell off the bus",
-    95: "uncontained memory error",
-    119: "its system processor does not answer",
-}
 
 
 def check_devices(facts: Facts) -> Iterator[Finding]:
@@ -174,10 +166,9 @@ def check_health(facts: Facts) -> Iterator[Finding]:
             observation = f"GPU {gpu.index}: a memory row is pending remapping"
             findings.append(warning(observation, "reset the GPU to remap the row"))
     for bus, code in sorted(set(re.findall(r"Xid \(([^)]*)\): (\d+)", facts.kernel_log or ""))):
-        fault = XIDS.get(int(code))
-        observation = f"{bus}: the driver reported Xid {code}, " + (fault or "see NVIDIA's catalog")
+        observation = f"{bus}: {describe_xid(int(code))}"
         remedy = "reset the GPU or reboot the node; if the error recurs, replace the GPU"
-        findings.append(bad(observation, remedy) if fault else warning(observation, remedy))
+        findings.append((bad if int(code) in XIDS else warning)(observation, remedy))
     yield from findings
     if facts.gpus and not findings:
         unknown = "driver faults unknown (the kernel log is not readable)"

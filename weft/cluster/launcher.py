@@ -40,6 +40,7 @@ from weft.monitor.jsonl import last_logged_step
 from weft.monitor.process import PYTHON, single_host_env
 from weft.monitor.signals import STOP_SIGNALS, TIME_LIMIT_SIGNAL
 from weft.monitor.spot_notice import watch_spot_notices
+from weft.monitor.xid_watch import watch_xids
 from weft.plan.plan import Plan
 from weft.train.environment import is_loopback
 
@@ -149,6 +150,7 @@ def launch(
                 limit, lambda: is_multi_node and rendezvous.is_joining, log, other_children, notices
             ) as received,
             watch_spot_notices(job.resilience.spot_notice, report, stop_on_notice),
+            watch_xids(plan.run_path, log),
         ):
             return _restart_until_end(plan, spec, rendezvous, received, killed, on_restart)
     except SignalException as error:

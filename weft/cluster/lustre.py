@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -33,6 +32,7 @@ from weft.config.schema import DataSection
 from weft.config.storage import is_remote
 from weft.data.prepared_cache import VERIFYING_MESSAGE, WAITING_MESSAGE, Progress, Report
 from weft.data.source import detect_source
+from weft.monitor.process import run_with_limit
 
 LFS_TIMEOUT_SECONDS = 60.0
 # Ends of the components and their stripes: the default of FSx for Lustre since 2023-08-25.
@@ -45,18 +45,8 @@ Log = Callable[[str], object]
 def run_lfs(*arguments: str | Path) -> str | None:
     """Return the output of ``lfs``; None: it is missing, or failed without any output."""
     command = ["lfs", *map(str, arguments)]
-    try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            timeout=LFS_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout if result.stdout or result.returncode == 0 else None
+    status, output = run_with_limit(command, LFS_TIMEOUT_SECONDS, "surrogateescape")
+    return output if output or status == 0 else None
 
 
 # --------------------------------------------------------------------------- stripes

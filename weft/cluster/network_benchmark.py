@@ -182,7 +182,7 @@ def measure_rank(
 
 
 def measure_rate(store: Any, rank: int, size: int, ranks: int | None, device: Any) -> float:
-    """Return bytes/s: of a pair of nodes per direction, or the bus bandwidth of all ranks.
+    """Return bytes/s: of a pair per direction, or the bus bandwidth of all ranks.
 
     Args:
         store: of the group.
@@ -283,7 +283,7 @@ def measure_network(
 def measure_group(
     group: NodeGroup, endpoint: str, name: str, nodes: Sequence[int], ranks: int, device: str
 ) -> Result:
-    """Measure a pair of nodes, or all nodes, with ``ranks`` forked processes of this node.
+    """Measure a pair of nodes, or all nodes, with forked processes of this node.
 
     A collective that hangs can only be ended with its process.  A fork takes hundredths of a second
     and does not import torch again; it is safe because this process never uses a GPU.

@@ -18,10 +18,13 @@ PYTHON = [sys.executable, "-P", "-m"]
 KILL_SECONDS = 1.0  # for a killed process to end; one that a driver blocks never does
 
 
-def run_with_limit(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+def run_with_limit(
+    command: Sequence[str], seconds: float, errors: str = "replace"
+) -> tuple[int | None, str]:
     """Run a program; return its exit status and output.
 
     The status is None if the program did not end in ``seconds``, and 127 if there is none.
+    ``errors``: what replaces bytes of the output that are not UTF-8.
     """
     try:
         process = subprocess.Popen(
@@ -30,7 +33,7 @@ def run_with_limit(command: Sequence[str], seconds: float) -> tuple[int | None, 
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            errors="replace",
+            errors=errors,
         )
     except OSError:
         return 127, ""
