@@ -2,6 +2,7 @@
 
   weft data prepare my-recipe.toml --data.path 'web/*.jsonl.zst'
   weft data prepare s3://bucket/web --data.tokenizer tokenizer.json
+  weft data prepare my-recipe.toml --data.cache_dir s3://bucket/tokens --on slurm --workers 8
   weft data inspect hf://org/name:config@train --data.text_field content
   weft data inspect lora --model.path MODEL --data.path chats.jsonl --html chats.html
 
@@ -12,13 +13,15 @@ describes the kinds of data.
 from __future__ import annotations
 
 import argparse
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cli.option_values import check_file, count, local_path, write_file
-from weft.cluster import FAILED
+from weft.cli.option_values import check_file, count, local_path, positive, write_file
+from weft.cluster import FAILED, REQUEUE
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job, recipe_names
 from weft.config.run_paths import JOB_FILE
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
     from weft.data.dataset import Dataset
 
 SUMMARY, _, EXAMPLES = (__doc__ or "").partition("\n\n")
+PREPARE_CLUSTERS = ("ray", "slurm", "kubernetes")
 ON_HELP = "start workers on a cluster, which prepare the data together in data.cache_dir=s3://..."
-WORKERS_HELP = "number of workers of --on (default: one per node)"
+WORKERS_HELP = "number of workers of --on (default: one per node of Ray's cluster; else 1)"
 VERIFY_HELP = """\
 Read prepared stores in full and compare them with their manifests.
 
@@ -58,8 +62,10 @@ def add_data(commands: Commands) -> None:
     inspect.add_argument("--samples", type=count, default=3, help="documents to print (default: 3)")
     help_text = "also write the documents as a page, with the trained text marked"
     inspect.add_argument("--html", metavar="FILE", type=local_path, help=help_text)
-    prepare.add_argument("--on", choices=("ray",), help=ON_HELP)
-    prepare.add_argument("--workers", type=count, metavar="N", help=WORKERS_HELP)
+    prepare.add_argument("--on", choices=PREPARE_CLUSTERS, help=ON_HELP)
+    prepare.add_argument("--workers", type=positive, metavar="N", help=WORKERS_HELP)
+    text = "print the script or manifest of --on; submit nothing"
+    prepare.add_argument("--dry-run", action="store_true", help=text)
     for parser in (prepare, inspect):
         parser.add_argument(
             "what", metavar="PATH|RECIPE", help="data, or a recipe or run that names it"
@@ -74,16 +80,38 @@ def run_data_prepare(options: argparse.Namespace) -> None:
     from weft.data.inspect import summarize_dataset
 
     if options.workers and not options.on:
-        remedy = "add --on ray, or start the command on several machines"
+        remedy = "add --on, or start the same command on several machines"
         options.errors.add("--workers", "needs a cluster", remedy, value=options.workers)
+    if options.dry_run and options.on not in ("slurm", "kubernetes"):
+        remedy = "add --on slurm or --on kubernetes, or remove it"
+        options.errors.add("--dry-run", "has nothing to print", remedy)
     if options.on:
-        from weft.cluster.ray_preparation import prepare_on_ray
-        from weft.train.job_checks import absolute_paths
-
-        job = absolute_paths(read_data_job(options))
-        print("\n".join(prepare_on_ray(job.data, options.workers)))
+        prepare_on_cluster(options)
         return
+    # Another worker then continues at once.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(REQUEUE))
     print("\n".join(summarize_dataset(prepare_named_data(options))))
+
+
+def prepare_on_cluster(options: argparse.Namespace) -> None:
+    """Start the workers of ``--on``."""
+    from weft.cluster.ray_preparation import check_shared_cache, prepare_on_ray
+    from weft.cluster.submit import build_preparation, check_text, get_cluster, submit
+    from weft.train.job_checks import absolute_paths
+
+    job, recipe, overrides = read_data_job(options)
+    check_shared_cache(job.data)
+    if options.on == "ray":
+        print("\n".join(prepare_on_ray(absolute_paths(job).data, options.workers)))
+        return
+    request = build_preparation(options.on, recipe, overrides, job, options.workers or 1)
+    text = get_cluster(options.on).render(request)
+    print(text)
+    check_text(options.on, text)
+    if not options.dry_run:
+        run = submit(options.on, request, text)
+        next = f"weft job status {shlex.quote(str(run.run_dir))}"
+        print(f"submitted {run.on} job {run.id}: {next}")
 
 
 def run_data_inspect(options: argparse.Namespace) -> None:
@@ -109,15 +137,15 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
 
-    job = read_data_job(options)
+    job, _, _ = read_data_job(options)
     console = quiet_console(sys.stderr)
     with show_progress(console) as show:
         report = hydrate_when_reading(job.data, show, console.print)
         return prepare_data(job.data, cache_dir(job.data), report)
 
 
-def read_data_job(options: argparse.Namespace) -> Job:
-    """Read the recipe, or the default one for a path."""
+def read_data_job(options: argparse.Namespace) -> tuple[Job, str, list[tuple[str, str]]]:
+    """Read the recipe, or the default one of a path; return name and overrides, too."""
     from weft.plan.model_config import take_tokenizer
     from weft.train.job_checks import check_tokenizer_run
 
@@ -125,12 +153,13 @@ def read_data_job(options: argparse.Namespace) -> Job:
     is_recipe = is_recipe or (Path(options.what) / JOB_FILE).is_file()
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
-    job, _, errors = read_job(recipe, [*path, *options.overrides], options.errors)
+    overrides = [*path, *options.overrides]
+    job, _, errors = read_job(recipe, overrides, options.errors)
     with errors.collect():
         job = take_tokenizer(job)
     errors += check_tokenizer_run(job.data.tokenizer)
     errors.raise_any()
-    return job
+    return job, recipe, overrides
 
 
 def run_data_verify(options: argparse.Namespace) -> int:

@@ -40,6 +40,7 @@ class JobRequest:
         plan: the plan of the run, if it has no error.
         machine: the hardware of the nodes.
         uploads: files of this machine that the nodes read in ``launch.bucket``, by their URLs.
+        program: command of weft that every node runs.
     """
 
     name: str
@@ -52,6 +53,12 @@ class JobRequest:
     plan: Plan | None = None
     machine: Machine | None = None
     uploads: Mapping[str, Path] = field(default_factory=dict)
+    program: Sequence[str] = ("train",)
+
+    @property
+    def trains(self) -> bool:
+        """Return True if the nodes train, and do not only prepare the data."""
+        return tuple(self.program) == ("train",)
 
     @property
     def time_limit_seconds(self) -> int:
@@ -74,7 +81,7 @@ class JobRequest:
         """Return the words of the command, with this recipe and with changed keys."""
         pairs = {**self.overrides, **changes}
         words = (word for key, value in pairs.items() for word in (f"--{key}", value))
-        return ["weft", "train", recipe, *words]
+        return ["weft", *self.program, recipe, *words]
 
 
 class Cluster(Protocol):
@@ -170,8 +177,9 @@ def check_name(request: JobRequest, location: str) -> ConfigErrors:
 
 def format_command(words: Sequence[str], indent: str) -> str:
     """Return the command in shell syntax, with one option per line."""
-    pairs = zip(words[3::2], words[4::2], strict=True)
-    return f" \\\n{indent}".join(shlex.join(part) for part in (words[:3], *pairs))
+    count = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
+    pairs = zip(words[count::2], words[count + 1 :: 2], strict=True)
+    return f" \\\n{indent}".join(shlex.join(part) for part in (words[:count], *pairs))
 
 
 def build_script(setup: Sequence[str], command: str) -> str:
@@ -243,7 +251,8 @@ def render_manifest(
     text = render_template(
         template, lambda value: yaml.safe_dump(value, **style).strip(), **variables
     )
-    head = f"Nodes of the run {request.name}; its directory is {location}.\n"
+    noun = "run" if request.trains else "preparation"
+    head = f"Nodes of the {noun} {request.name}; its directory is {location}.\n"
     head += f"{request.run_dir} on the submitting machine only has the record of this launch."
     documents = merge_documents(list(yaml.safe_load_all(text)), launch.patch)
     return to_yaml(documents, f"{head}\n{submit_line}")

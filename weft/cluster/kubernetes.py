@@ -62,7 +62,7 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     launch = request.job.launch
     errors = check_placement("kubernetes", request.job, [])
     errors += check_duration(launch.time_limit)
-    if request.node_run_dir.startswith("/runs/"):
+    if request.trains and request.node_run_dir.startswith("/runs/"):
         errors += check_name(request, f"{request.node_run_dir} in the pods")
         if request.placement.find_mount("/runs") is None:
             rule = "is missing: the pods need a directory for the run"
@@ -109,7 +109,7 @@ def render(request: JobRequest) -> str:
     min_nodes, max_nodes = request.nodes
     words = request.command(
         request.recipe if recipe is None else "/etc/weft/recipe.toml",
-        **{RUN_DIR: request.node_run_dir},
+        **({RUN_DIR: request.node_run_dir} if request.trains else {}),
     )
     if launch.kind == "hyperpod":
         words = ["bash", "-c", _agent_script(request, ranks, words)]
@@ -129,7 +129,7 @@ def render(request: JobRequest) -> str:
     return render_manifest(
         "kubernetes.yaml.j2",
         request,
-        f"{request.node_run_dir} in the pods",
+        f"{request.node_run_dir} in the pods" if request.trains else request.job.data.cache_dir,
         f"kubectl apply{space} -f FILE",
         kind=launch.kind,
         recipe=recipe,

@@ -24,7 +24,7 @@ from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import is_one_line
 from weft.config.files import expand_path, replace_text, write_json
 from weft.config.reader import read_job
-from weft.config.schema import RunSection
+from weft.config.schema import Job, RunSection
 from weft.config.schema import replace as changed
 from weft.config.storage import open_directory
 from weft.monitor.run_cost import LAUNCH_FILE
@@ -160,6 +160,37 @@ def upload_files(request: JobRequest) -> None:
             if isinstance(error, WeftError):
                 raise
             raise WeftError(f"{file} cannot be uploaded to {url}: {error}") from error
+
+
+def build_preparation(
+    on: str, recipe: str, overrides: Sequence[tuple[str, str]], job: Job, num_workers: int
+) -> JobRequest:
+    """Build and check the request of a job whose nodes prepare the data together.
+
+    Args:
+        on: the name of the cluster.
+        recipe: see `read_job`.
+        overrides: the keys of the command line.
+        job: the recipe with all overrides.
+        num_workers: number of nodes.
+
+    Raises:
+        InvalidConfig: with every error.
+    """
+    run = {"device": "cpu", "cluster": "local", "nodes": str(num_workers)}
+    job = changed(job, run=run, resilience={"preflight": False})
+    stem = Path(recipe).stem if recipe.endswith(".toml") else Path(recipe).name
+    run_dir = expand_path(f"runs/prepare-{stem}" if job.run.dir == "auto" else job.run.dir)
+    run_dir = run_dir.absolute()
+    name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "prepare"
+    pairs = {key: value for key, value in overrides if not key.startswith(("launch.", "run."))}
+    nodes, program = (num_workers, num_workers), ("data", "prepare")
+    request = JobRequest(name, recipe, pairs, job, nodes, 0, run_dir, program=program)
+    errors = ConfigErrors(check_paths(request))
+    errors += check_job_paths(on, job)
+    errors += get_cluster(on).find_errors(request)
+    errors.raise_any()
+    return request
 
 
 def describe_nodes(
