@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from weft.cluster.job_placement import find_unused_keys
 from weft.cluster.job_request import JobRequest
@@ -25,9 +26,31 @@ def print_warnings(on: str, request: JobRequest) -> None:
     """Print the warnings about a request on stderr."""
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
     warnings += find_short_limit(on, request)
+    warnings += find_missing_webhook(on, request, os.environ)
     warnings += get_cluster(on).find_warnings(request)
     for warning in warnings:
         print(f"weft: warning: {warning}", file=sys.stderr)
+
+
+def find_missing_webhook(
+    on: str, request: JobRequest, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a warning if the job gets no variable with the URL of ``monitor.webhook``.
+
+    Args:
+        on: the name of the cluster.
+        request: the request.
+        environment: variables of this process, which Slurm gives to the job.
+    """
+    job, webhook = request.job, request.job.monitor.webhook
+    name = webhook.removeprefix("env:")
+    known = {*job.launch.secrets, *job.launch.env, *(environment if on == "slurm" else ())}
+    if webhook != "off" and name not in known:
+        yield (
+            f"monitor.webhook={webhook}: the job gets no variable {name}, so it ends at its start "
+            "unless launch.setup or the image sets it. Give it by launch.secrets, such as "
+            f"{name}=secretsmanager:ID."
+        )
 
 
 def find_short_limit(on: str, request: JobRequest) -> Iterator[str]:
