@@ -227,6 +227,8 @@ def processor_seconds() -> float:
 def _import_modules() -> None:
     """Import what ranks need, once for all of them: torch, and weft up to its tools."""
     logging.disable(logging.WARNING)  # torchao warns about kernels for other hardware
+    with contextlib.suppress(ModuleNotFoundError):  # PyTorch 2.11 does not have it
+        importlib.import_module("torch.profiler._cupti_monitor")  # the first step imports it
     for name in (
         "numpy",
         "pytest",
@@ -242,7 +244,6 @@ def _import_modules() -> None:
         "torch.distributed.pipelining",
         "torch.distributed.tensor",
         "torch.distributed.tensor.parallel",
-        "torch.profiler._cupti_monitor",  # by the first update of an optimizer
         "torchao.float8",
         "tests.fake",
         "tests.layouts",

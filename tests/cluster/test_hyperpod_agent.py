@@ -181,7 +181,7 @@ def test_elastic_job_shrinks_and_grows_without_a_fault(
     starts = [event["text"] for event in events(tmp_path / "run") if event["kind"] == "start"]
     assert starts == [
         "started on 2 ranks",
-        f"resumed from step {steps[0]} on 1 ranks",
+        f"resumed from step {steps[0]} on 1 rank",
         f"resumed from step {steps[1]} on 2 ranks",
     ]
     check_against_reference(tmp_path, store_path, 20)
