@@ -27,6 +27,12 @@ slurm-limit        | Slurm's own signal before the time limit                | t
 slurm-mistake      | a configuration error is not requeued                   | tests/cluster/test_slurm.py::test_slurm_mistake_is_not_requeued
 slurm-unhealthy    | the requeued job excludes an unhealthy node             | tests/cluster/test_slurm.py::test_slurm_unhealthy_node_is_excluded
 slurm-lost-node    | a node of an elastic job is killed, and the job resumes | tests/cluster/test_slurm.py::test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training
+slurm-pyxis        | a container has the mounts, the recipe, the environment  | tests/cluster/test_slurm_containers.py::test_slurm_container_trains[setup-pyxis]
+slurm-apptainer    | the same, started by Apptainer                          | tests/cluster/test_slurm_containers.py::test_slurm_container_trains[setup-apptainer]
+slurm-no-mount     | a container without its data fails                      | tests/cluster/test_slurm_containers.py::test_slurm_container_without_its_data_fails
+slurm-no-pyxis     | a cluster without Pyxis refuses an image                | tests/cluster/test_slurm_containers.py::test_slurm_without_pyxis_is_refused
+slurm-requests     | sbatch accepts or refuses what the keys request         | tests/cluster/test_slurm.py::test_slurm_requests_of_the_keys
+slurm-exclude      | a file excludes a node for later jobs                   | tests/cluster/test_slurm.py::test_slurm_file_excludes_an_unhealthy_node_for_later_jobs
 hyperpod-option    | srun accepts --auto-resume, sbatch does not             | tests/cluster/test_auto_resume.py::test_plugin_is_an_option_of_srun_alone
 hyperpod-fault     | a node is replaced: same job id, same losses            | tests/cluster/test_auto_resume.py::test_hardware_fault_requeues_on_another_node_and_resumes
 hyperpod-first     | the first node is replaced: the rendezvous moves        | tests/cluster/test_auto_resume.py::test_hardware_fault_of_the_first_node_resumes

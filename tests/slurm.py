@@ -131,8 +131,8 @@ def _parent(process: int) -> int:
 
 
 @contextmanager
-def cluster(nodes: tuple[str, ...] = NODES, plugin: Path | None = None) -> Iterator[Slurm]:
-    """Start a cluster; ``plugin``: a SPANK plugin that srun and slurmstepd load."""
+def cluster(nodes: tuple[str, ...] = NODES, plugin: Path | str | None = None) -> Iterator[Slurm]:
+    """Start a cluster; ``plugin``: a SPANK plugin, with its arguments, for srun and slurmstepd."""
     directory = Path(tempfile.mkdtemp(prefix="weft-slurm-", dir="/tmp"))  # short: sockets lie in it
     (directory / "munge").mkdir()
     (directory / "state").mkdir()

@@ -47,6 +47,7 @@ def test_page_of_a_cluster_commands_succeed(
     assert requested >= 2
     assert {path.name for path in tmp_path.iterdir()} <= {
         "bin",
+        "container.toml",
         "mine.toml",
         "eks.toml",
         "patch.yaml",

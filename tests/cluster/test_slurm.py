@@ -130,6 +130,74 @@ def test_slurm_unhealthy_node_is_excluded(
 
 
 @pytest.mark.slow
+def test_slurm_file_excludes_an_unhealthy_node_for_later_jobs(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The first run finds n0 unhealthy; the second one, which has no check, does not use it."""
+    unhealthy = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
+    launcher.finish_soon()
+    words = ["--nodes", "1", "--launch.exclude", '["@bad-nodes"]']
+    check = ["--resilience.preflight", "true", "--launch.setup", json.dumps([unhealthy])]
+    assert "the file bad-nodes does not exist on this host" in launcher.launch(*words, *check)
+    assert "ended: completed" in launcher.wait_for_status("ended")
+    assert re.fullmatch(
+        r"n0 # \d{4}-\d\d-\d\d, run: variables: .*\n", (tmp_path / "bad-nodes").read_text()
+    )
+    (tmp_path / "run").rename(tmp_path / "first")
+    assert "#SBATCH --exclude=n0\n" in launcher.launch(*words)
+    assert "ended: completed" in launcher.wait_for_status("ended")
+    number = re.search(r"job (\d+)", launcher.status())
+    assert number is not None
+    shown = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
+    assert (" NodeList=n1 " in shown, " Restarts=0 " in shown) == (True, True)
+    # The file has gained a node after the submission.
+    (tmp_path / "run").rename(tmp_path / "second")
+    (tmp_path / "bad-nodes").write_text("")
+    launcher.launch(*words, "--launch.options.begin", "now+5")
+    (tmp_path / "bad-nodes").write_text("n0\n")
+    assert "ended: completed" in launcher.wait_for_status("ended")
+    assert "weft: not used: n0" in launcher.out()
+    assert "restarted 1 time" not in launcher.status()  # ended
+    number = re.search(r"job (\d+)", launcher.status())
+    assert number is not None
+    shown = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
+    assert (" NodeList=n1 " in shown, " Restarts=1 " in shown) == (True, True)
+
+
+@pytest.mark.slow
+def test_slurm_requests_of_the_keys(launcher: Launcher) -> None:
+    """The real sbatch; each refusal has a remedy."""
+    gpus = ["launch", "demo", "--on", "slurm", "--run.cluster", "1x1xH100", "--dry-run"]
+    out = launcher.weft(*gpus, status=2)
+    assert "Invalid generic resource (gres) specification" in out
+    assert "give --launch.options.gres none." in out
+    assert "--gpus-per-node" not in launcher.weft(*gpus, "--launch.options.gres", "none")
+    cpu = ["launch", "demo", "--on", "slurm", "--run.device", "cpu", "--dry-run"]
+    accepted = {
+        "topology": "1@00:10:00",
+        "queue": "main",
+        "priority": "normal",
+        "cpus": "2",
+        "memory": "1",
+        "exclude": "n0",
+    }
+    launcher.weft(*cpu, *(w for key, each in accepted.items() for w in (f"--launch.{key}", each)))
+    refused = {
+        "queue": ("x", "Use another launch.queue"),
+        "reservation": ("x", "Use another launch.reservation"),
+        "exclude": ("x", "Remove the name from launch.exclude"),
+        "cpus": ("99", "Compare run.nodes, launch.cpus, launch.memory and launch.exclude"),
+        "memory": ("99999", "Compare run.nodes, launch.cpus, launch.memory and launch.exclude"),
+        "options": ("constraint=x", "Use another launch.options.constraint"),
+    }
+    for key, (value, remedy) in refused.items():
+        assert remedy in launcher.weft(*cpu, f"--launch.{key}", value, status=2)
+    unknown = launcher.weft(*cpu, "--launch.options.foo", "1", status=2)
+    assert "unrecognized option" in unknown
+    assert "Remove it from launch.options." in unknown
+
+
+@pytest.mark.slow
 def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--launch.options", "begin=now+1hour")
     assert "waiting: pending, BeginTime" in launcher.status()

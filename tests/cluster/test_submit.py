@@ -174,6 +174,7 @@ def test_script_has_the_requested_values(tmp_path: Path) -> None:
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --partition=gpu
 #SBATCH --account=7
 #SBATCH --contiguous"""
@@ -189,6 +190,96 @@ status=$?
 """
         in command
     )
+
+
+@pytest.mark.parametrize(
+    ("image", "runtime", "expected"),
+    [
+        ("nvcr.io/nvidia/pytorch:1", "pyxis", "nvcr.io#nvidia/pytorch:1"),
+        ("docker://localhost:5000/weft", "pyxis", "localhost:5000#weft"),
+        ("me@nvcr.io#org/weft:1", "pyxis", "me@nvcr.io#org/weft:1"),
+        ("org/weft:1", "pyxis", "org/weft:1"),  # of Docker Hub
+        ("ubuntu", "pyxis", "ubuntu"),
+        ("/fsx/weft.sqsh", "pyxis", "/fsx/weft.sqsh"),
+        ("/fsx/weft.sif", "auto", "/fsx/weft.sif"),
+        ("nvcr.io/nvidia/pytorch:1", "apptainer", "docker://nvcr.io/nvidia/pytorch:1"),
+        ("oras://ghcr.io/org/weft.sif", "apptainer", "oras://ghcr.io/org/weft.sif"),
+    ],
+)
+def test_script_names_the_image_as_its_runtime_does(
+    image: str, runtime: str, expected: str
+) -> None:
+    words = ["--launch.image", image, "--launch.container", runtime]
+    text = script("--run.cluster", "2x8xH100", *words)
+    command = text[text.index("\nsrun ") : text.index("weft train")].replace("\\\n", "")
+    words = shlex.split(command)
+    if "apptainer" in words:
+        assert words[-6:-2] == ["apptainer", "exec", "--nv", "--bind"]
+        assert words[-1] == expected
+    else:
+        assert f"--container-image={expected}" in words
+
+
+def test_script_with_an_image_mounts_the_run_directory(tmp_path: Path) -> None:
+    """A mount has it if the container sees it at the same path as the script, which is outside."""
+    run = f"{tmp_path}/runs/demo"
+    for source, mounts in {
+        str(tmp_path): f"{tmp_path}:{tmp_path}",
+        "/elsewhere": f"/elsewhere:{tmp_path},{run}:{run}",
+    }.items():
+        launch = ["--launch.image", "org/weft", "--launch.mounts", f"{tmp_path}=host:{source}"]
+        text = script("--run.device", "cpu", "--run.dir", run, *launch)
+        assert f" --container-mounts={mounts} " in text
+
+
+def test_script_with_an_image_has_the_recipe_and_the_variables(tmp_path: Path) -> None:
+    """The container has neither the recipe's file nor the Python packages of the host."""
+    (tmp_path / "mine.toml").write_text('extends = "demo"\n[train]\nsteps = 7\n')
+    launch = ["--launch.image", "org/weft", "--launch.env", "A=b", "--launch.secrets", "C=env:D"]
+    words = ["--run.device", "cpu", "--run.dir", "run", *launch]
+    text = script(*words, recipe="mine.toml")
+    run = f"{tmp_path}/run"
+    written = text[text.index("printf %s ") : text.index(f" >{run}/recipe.toml\n")]
+    assert tomllib.loads(shlex.split(written)[2])["train"]["steps"] == 7
+    assert f"weft train {run}/recipe.toml" in text
+    assert " --container-env=A,C " in text
+    assert "unset PYTHONPATH PYTHONHOME\nexport PYTHONNOUSERSITE=1\n" in text
+    apptainer = script("--run.device", "cpu", *launch, "--launch.container", "apptainer")
+    assert 'export APPTAINERENV_A="$A"\nexport APPTAINERENV_C="$C"\n' in apptainer
+    assert "--nv" not in apptainer
+    assert slurm.check(text) == slurm.check(apptainer) == []
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"image": "x.sif", "container": "pyxis"}, "cannot start a .sif file. Use apptainer"),
+        ({"image": "i", "mounts": "/a:b=host:/a"}, "has ',' or ':', which separate mounts"),
+        ({"image": "i", "srun_options": "container-image=x"}, "Remove it: launch.image sets it"),
+        ({"srun_options": "ntasks-per-node=8"}, "is an option that weft sets. Remove it."),
+        ({"srun_options": "Mpi=none"}, "is not a long option of srun"),
+        ({"queue": "a", "options": "partition=b"}, "also given by launch.queue. Remove one"),
+        ({"exclude": "a", "options": "exclude=b"}, "also given by launch.exclude. Remove one"),
+    ],
+)
+def test_find_errors_of_slurm_names_the_remedy(launch: dict[str, str], message: str) -> None:
+    assert message in format_errors(list(slurm.find_errors(request(launch=launch))))
+
+
+def test_script_requests_memory_and_gpus_unless_other_options_do() -> None:
+    def directives(launch: dict[str, str]) -> list[str]:
+        words = [word for key, value in launch.items() for word in (f"--launch.{key}", value)]
+        lines = script("--run.cluster", "1x8xH100", *words).splitlines()
+        names = ("mem", "gpus", "gres", "exclusive", "cpus")
+        found = (line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH"))
+        return [line for line in found if line.startswith(names)]
+
+    assert directives({}) == ["gpus-per-node=8", "exclusive", "mem=0"]
+    assert directives({"memory": "64"}) == ["gpus-per-node=8", "exclusive", "mem=64G"]
+    assert directives({"cpus": "4"}) == ["gpus-per-node=8", "cpus-per-task=4"]
+    assert directives({"options": "gres=none,mem-per-cpu=2G"}) == [
+        *("exclusive", "gres=none", "mem-per-cpu=2G")
+    ]
 
 
 def test_script_with_a_range_of_nodes_is_elastic() -> None:
@@ -405,6 +496,53 @@ def test_script_excludes_unhealthy_nodes(
         announced + requested,
         "",
     )
+
+
+def run_with_exclude_file(tmp_path: Path, listed: str, unhealthy: str, status: int) -> list[str]:
+    """Run a script on n1 and n2 with a file of nodes; return what it prints."""
+    (tmp_path / "nodes").write_text(listed)
+    marker = f"mkdir -p run/unhealthy-nodes; echo 'gpu: lost' > run/unhealthy-nodes/{unhealthy}; "
+    words = ["--launch.exclude", '["n9", "@nodes"]', "--resilience.preflight", "true"]
+    text = script("--run.device", "cpu", "--run.dir", "run", *words)
+    assert f"#SBATCH --exclude=n9{',n7' * ('n7 ' in listed)}" in text
+    show = '[ "$1" != show ] || { printf "n1\\nn2\\n"; return; }; '
+    fakes = [
+        f'scontrol() {{ {show}echo "$@"; }}',
+        f"srun() {{ echo trained; sleep 0.01; {marker if unhealthy else ''}return {status}; }}",
+        "SLURM_JOB_ID=7",
+    ]
+    completed = subprocess.run(
+        ["/bin/bash"],
+        input="\n".join([*fakes, text]),
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.stderr == ""
+    return completed.stdout.splitlines()
+
+
+def test_script_adds_an_unhealthy_node_to_the_file(tmp_path: Path) -> None:
+    printed = run_with_exclude_file(tmp_path, "n7 # 2026-01-02, x: y\n\n", "n1", 69)
+    assert (printed[0], printed[-1]) == ("trained", "update JobId=7 ExcNodeList=n1,n7,n9")
+    _, _, added = (tmp_path / "nodes").read_text().splitlines()
+    assert re.fullmatch(r"n1 # \d{4}-\d\d-\d\d, run: gpu: lost", added)
+    # A marker of an earlier start does not add a node that the user has removed.
+    printed = run_with_exclude_file(tmp_path, "", "", 75)
+    assert (printed[0], printed[-1]) == ("trained", "update JobId=7 ExcNodeList=n1,n9")
+    assert (tmp_path / "nodes").read_text() == ""
+
+
+def test_script_leaves_a_node_that_the_file_names_by_now(tmp_path: Path) -> None:
+    printed = run_with_exclude_file(tmp_path, "n2 # later\nn21\n", "", 0)
+    assert printed == [
+        "weft: not used: n2 (" + str(tmp_path / "nodes") + ")",
+        "weft: exit status 69: requeuing job 7",
+        "requeue 7",
+        "update JobId=7 ExcNodeList=n2,n21,n9",
+    ]
+    assert run_with_exclude_file(tmp_path, "n21\n", "", 0) == ["trained"]
 
 
 def test_script_without_preflight_excludes_no_node() -> None:

@@ -10,11 +10,14 @@ job, unless weft expects the same failure again (`weft.cluster.requeue`) or the 
 `MAX_FAILED_STARTS` times in a row from the same checkpoint.  A configuration error ends the job.
 
 *Unhealthy node*: with status 69 (``resilience.preflight``) the script requeues the job on other
-nodes.
+nodes.  The files of ``launch.exclude`` keep the names of such nodes for later jobs.
 
 *Lost node*: Slurm restarts a job with a fixed number of nodes (``--requeue``).  A job with MIN:MAX
 nodes continues on the remaining nodes (``--no-kill``).  On HyperPod (`weft.cluster.hyperpod`) srun
 replaces a node that has a hardware fault.
+
+*Container*: with ``launch.image`` the tasks of srun run in a container, and the script does not.
+Pyxis adds options to srun; Apptainer is a command that srun starts.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +38,7 @@ from weft.cluster import REQUEUE, hyperpod
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
 from weft.cluster.job_placement import check_placement
 from weft.cluster.job_request import (
+    RUN_DIR,
     JobRequest,
     ToolError,
     build_script,
@@ -42,13 +47,17 @@ from weft.cluster.job_request import (
     is_active,
     render_template,
     run_cli,
+    standalone_recipe,
 )
 from weft.cluster.requeue import REQUEUE_DIR
 from weft.config.errors import ConfigErrors, WeftError
 from weft.config.escaping import is_one_line
+from weft.config.files import expand_path
+from weft.config.schema import LaunchSection
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".sh"
+RECIPE_FILE = "recipe.toml"  # in the run directory, for a container, which has no other files
 # Time for the ranks to finish a step and save; at most a quarter of the time limit.
 SAVE_SECONDS = 300
 # Time for the other tasks of a fixed number of nodes to end after the first: they cannot continue.
@@ -75,6 +84,51 @@ PLACEMENT_OPTIONS = {
     "switches": "topology",
     "mem": "memory",
     "cpus-per-task": "cpus",
+    "exclude": "exclude",
+}
+# srun's options that weft sets, and the key that controls each.
+RESERVED_SRUN_OPTIONS = {
+    "nodes": "run.nodes",
+    "time": "launch.time_limit",
+    "output": "run.dir",
+    "error": "run.dir",
+    "cpus-per-task": "launch.cpus",
+    "container-image": "launch.image",
+    "container-mounts": "launch.mounts",
+    "container-env": "launch.env",
+} | dict.fromkeys(
+    ("ntasks", "ntasks-per-node", "kill-on-bad-exit", "wait", "no-kill", "auto-resume"), ""
+)
+# A name that only Slurm knows cannot be resolved in a container, which has no scontrol.
+HEAD_ADDRESS = """\
+getent hosts "$SLURMD_NODENAME" >/dev/null || {
+    address=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
+    export MASTER_ADDR=${address#NodeAddr=}
+}"""
+# With one of these options, weft requests no GPUs; gres=none: the cluster does not count them.
+GPU_OPTIONS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
+# With one of these options, weft does not request the memory of the nodes.
+MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
+# sbatch's messages, and what to do.
+REMEDIES = {
+    "Invalid generic resource": "Choose a partition whose nodes have these GPUs (launch.queue; "
+    "'sinfo -o \"%P %G\"' lists them). If the cluster does not count GPUs as resources, give "
+    "--launch.options.gres none.",
+    "invalid partition|Invalid partition": "Use another launch.queue: 'sinfo -s' lists them.",
+    "Invalid qos": "Use another launch.priority: 'sacctmgr show qos' lists them.",
+    "reservation is invalid": "Use another launch.reservation: 'scontrol show reservation' lists "
+    "them.",
+    "Invalid node name": "Remove the name from launch.exclude and its files: 'sinfo -N' lists the "
+    "nodes.",
+    "Invalid account": "Give --launch.options.account ACCOUNT: 'sacctmgr show associations "
+    "user=$USER' lists them.",
+    "Invalid feature": "Use another launch.options.constraint: 'sinfo -o \"%N %f\"' lists the "
+    "features.",
+    "time limit is invalid|exceeds.*time limit": "Use a shorter launch.time_limit: 'sinfo -o \"%P "
+    "%l\"' lists the limits.",
+    "configuration is not available": "Compare run.nodes, launch.cpus, launch.memory and "
+    "launch.exclude with the nodes that the partition has: 'sinfo -N -l'.",
+    "unrecognized option": "Remove it from launch.options.",
 }
 # With one of these options, weft does not request exclusive nodes.
 SHARING_OPTIONS = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu", "mincpus")
@@ -85,22 +139,13 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch, errors = request.job.launch, ConfigErrors(request.job)
     errors += check_duration(launch.time_limit) + check_placement("slurm", request.job, [])
-    if launch.image != "auto":
-        rule = "is not supported by Slurm itself"
-        remedy = "start the container in launch.setup, with your cluster's plug-in"
-        errors.add("launch.image", rule, remedy)
-    for name in launch.options:
-        key = f"launch.options.{name}"
-        if not re.fullmatch("[a-z][a-z-]*[a-z]", name):
-            remedy = "use a form such as partition=gpu"
-            errors.add(key, "is not a long option of sbatch", remedy)
-        elif name in RESERVED_OPTIONS:
-            other = RESERVED_OPTIONS[name]
-            remedy = f"remove it: {other} sets it" if other else "remove it"
-            errors.add(key, "is an option that weft sets", remedy)
-        elif name in PLACEMENT_OPTIONS and getattr(launch, PLACEMENT_OPTIONS[name]):
-            rule = f"is also given by launch.{PLACEMENT_OPTIONS[name]}"
-            errors.add(key, rule, "remove one of the two")
+    errors += _check_options("options", launch.options, RESERVED_OPTIONS, "sbatch")
+    errors += _check_options("srun_options", launch.srun_options, RESERVED_SRUN_OPTIONS, "srun")
+    for name, key in PLACEMENT_OPTIONS.items():
+        if name in launch.options and getattr(launch, key):
+            rule = f"is also given by launch.{key}"
+            errors.add(f"launch.options.{name}", rule, "remove one of the two")
+    errors += _check_container(request)
     if launch.patch:
         rule = "is for manifests; a batch script has no fields"
         remedy = "use launch.options for sbatch, and launch.srun_options for srun"
@@ -109,9 +154,126 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
+def _check_options(
+    section: str, options: Mapping[str, str], reserved: Mapping[str, str], tool: str
+) -> ConfigErrors:
+    """Return the errors of options that are passed on to a tool of Slurm."""
+    errors = ConfigErrors()
+    for name, value in options.items():
+        key = f"launch.{section}.{name}"
+        if not re.fullmatch("[a-z][a-z-]*[a-z]", name):
+            remedy = "use a form such as partition=gpu"
+            errors.add(key, f"is not a long option of {tool}", remedy, value=value)
+        elif name in reserved:
+            other = reserved[name]
+            remedy = f"remove it: {other} sets it" if other else "remove it"
+            errors.add(key, "is an option that weft sets", remedy, value=value)
+    return errors
+
+
+def _check_container(request: JobRequest) -> ConfigErrors:
+    """Return the errors of image and mounts."""
+    launch, errors = request.job.launch, ConfigErrors(request.job)
+    runtime = container_runtime(launch)
+    if runtime == "pyxis" and launch.image.endswith(".sif"):
+        rule = "is pyxis, which cannot start a .sif file"
+        errors.add("launch.container", rule, "use apptainer, or an image of Enroot (.sqsh)")
+    if not runtime:
+        return errors
+    separators = "which separate mounts in the options of the container"
+    for mount in request.placement.mounts:
+        if set(mount.path + mount.source) & set(",:"):
+            rule = f"has ',' or ':', {separators}"
+            errors.add(f"launch.mounts.{mount.path}", rule, "use another directory")
+    if set(str(request.run_dir)) & set(",:"):
+        rule = f"is mounted in the container, and has ',' or ':', {separators}"
+        errors.add(RUN_DIR, rule, "use another directory", value=str(request.run_dir))
+    return errors
+
+
 def find_warnings(request: JobRequest) -> Iterator[str]:
     """Yield warnings about a request."""
-    return hyperpod.find_warnings(request)
+    yield from hyperpod.find_warnings(request)
+    launch = request.job.launch
+    if container_runtime(launch) and (file := find_image_file(launch.image)) and not file.exists():
+        yield (
+            f"launch.image={launch.image} does not exist on this host, so every node must have "
+            f"the file {file}."
+        )
+    for name in request.placement.exclude_files:
+        if not expand_path(name).exists():
+            yield (
+                f"launch.exclude: the file {name} does not exist on this host. The first job that "
+                "finds an unhealthy node creates it."
+            )
+
+
+# --------------------------------------------------------------------------- containers
+
+
+def container_runtime(launch: LaunchSection) -> str:
+    """Return what starts the container: 'pyxis', 'apptainer', or '' without one."""
+    if launch.image == "auto":
+        return ""
+    if launch.container != "auto":
+        return launch.container
+    return "apptainer" if launch.image.endswith(".sif") else "pyxis"
+
+
+def find_image_file(image: str) -> Path | None:
+    """Return the file of an image; None: the image is in a registry."""
+    is_path = image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))
+    return expand_path(image).absolute() if is_path and "://" not in image else None
+
+
+def format_image(image: str, runtime: str) -> str:
+    """Return the image in the syntax of its runtime.
+
+    Enroot's is REGISTRY#NAME, Apptainer's is docker://REGISTRY/NAME.
+    """
+    if file := find_image_file(image):
+        return str(file)
+    if runtime == "apptainer":
+        return image if "://" in image else f"docker://{image}"
+    name = image.removeprefix("docker://")
+    registry, slash, rest = name.partition("/")
+    # Without a registry Enroot uses Docker Hub, also for a name such as nvcr.io/nvidia/pytorch.
+    is_registry = set(".:") & set(registry) or registry == "localhost"
+    return f"{registry}#{rest}" if slash and is_registry and "#" not in name else name
+
+
+def find_mounts(request: JobRequest) -> Iterator[tuple[str, str]]:
+    """Yield source and directory of each mount, among them the run directory.
+
+    The batch script, which runs outside, and weft must find the run directory at the same path.
+    """
+    mounts = {m.path: m.source for m in request.placement.mounts if m.kind == "host"}
+    run_dir, mount = str(request.run_dir), request.placement.find_mount(str(request.run_dir))
+    if mount is None or (mount.kind, mount.source) != ("host", mount.path):
+        mounts[run_dir] = run_dir
+    for path in sorted(mounts):  # a directory before those in it
+        yield mounts[path], path
+
+
+def _container_words(request: JobRequest) -> tuple[list[str], list[str]]:
+    """Return srun's options and the words before the command that start the container."""
+    launch = request.job.launch
+    runtime = container_runtime(launch)
+    if not runtime:
+        return [], []
+    image = format_image(launch.image, runtime)
+    mounts = ",".join(f"{source}:{path}" for source, path in find_mounts(request))
+    if runtime == "apptainer":
+        words = ["apptainer", "exec", *(["--nv"] if request.devices else [])]
+        return [], [*words, "--bind", mounts, image]
+    options = [f"--container-image={image}", f"--container-mounts={mounts}"]
+    # As on the nodes themselves, the home directory has the caches and credentials.
+    if "no-container-mount-home" not in launch.srun_options:
+        options.append("--container-mount-home")
+    if names := [*_environment(request), *request.placement.references("env")]:
+        # Otherwise a value that the image has for a variable replaces the job's.
+        options.append(f"--container-env={','.join(names)}")
+    return options, []
 
 
 def render(request: JobRequest) -> str:
@@ -121,29 +283,33 @@ def render(request: JobRequest) -> str:
     output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
     save_seconds = min(SAVE_SECONDS, request.time_limit_seconds // 4)
     is_elastic, resilience = min_nodes != max_nodes, request.job.resilience
+    # By default a task gets only one core.
+    is_exclusive = not set(SHARING_OPTIONS) & set(launch.options) and not launch.cpus
     options: dict[str, str] = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
         "output": output,
         "open-mode": "append",
         "nodes": f"{min_nodes}-{max_nodes}" if is_elastic else str(max_nodes),
-        **({"gpus-per-node": str(request.devices)} if request.devices else {}),
-        "time": launch.time_limit,
-        "signal": f"TERM@{save_seconds}",
-        "requeue": "",
-        **({"no-kill": ""} if is_elastic else {}),
-        **{
-            option: f"{value}G" if option == "mem" else str(value)
-            for option, name in PLACEMENT_OPTIONS.items()
-            if (value := getattr(launch, name))
-        },
-        **({"exclude": ",".join(exclude)} if (exclude := request.placement.exclude) else {}),
-        # By default a task gets only one core.
-        **({} if set(SHARING_OPTIONS) & set(launch.options) or launch.cpus else {"exclusive": ""}),
-        **{
-            name: "" if value in ("true", name) else value for name, value in launch.options.items()
-        },
     }
+    if request.devices and not set(GPU_OPTIONS) & set(launch.options):
+        options["gpus-per-node"] = str(request.devices)
+    options |= {"time": launch.time_limit, "signal": f"TERM@{save_seconds}", "requeue": ""}
+    if is_elastic:
+        options["no-kill"] = ""
+    if is_exclusive:
+        options["exclusive"] = ""
+        if not set(MEMORY_OPTIONS) & set(launch.options):
+            options["mem"] = "0"  # all memory; else the cluster's default, which may be small
+    values = {name: str(getattr(launch, name)) for name in PLACEMENT_OPTIONS.values()}
+    values["memory"] += "G" if launch.memory else ""
+    excluded = (*request.placement.exclude, *_read_excluded(request))
+    values["exclude"] = ",".join(dict.fromkeys(excluded))
+    options |= {
+        option: value for option, name in PLACEMENT_OPTIONS.items() if (value := values[name])
+    }
+    for name, value in launch.options.items():
+        options[name] = "" if value in ("true", name) else value
     for value in options.values():
         if not is_one_line(value):  # bash would run the second line
             raise WeftError(f"{value!a} does not fit into one line of a batch script")
@@ -151,16 +317,26 @@ def render(request: JobRequest) -> str:
     wait_seconds = 0 if is_elastic else END_SECONDS
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
     srun += ["--no-kill"] if is_elastic else []
-    srun += [f"--{name}={value}" for name, value in launch.srun_options.items()]
     if "cpus-per-task" in options:  # srun does not inherit it from sbatch
         srun.append(f"--cpus-per-task={options['cpus-per-task']}")
-    command = format_command(request.command(request.recipe), "    ")
+    container_options, start = _container_words(request)
+    srun += container_options
+    for name, value in launch.srun_options.items():
+        srun.append(f"--{name}" if value in ("true", name) else f"--{name}={value}")
+    recipe = standalone_recipe(request) if container_runtime(launch) else None
+    recipe_file = request.run_dir / RECIPE_FILE
+    words = request.command(request.recipe if recipe is None else str(recipe_file))
+    command = format_command(words, "    ")
+    exclude_files = [str(expand_path(name).absolute()) for name in request.placement.exclude_files]
     return render_template(
         "slurm.sh.j2",
         lambda value: shlex.quote(str(value)),
         options=options,
         exports=[Markup(line) for line in _exports(request)],
         srun=Markup(shlex.join(srun)),
+        start=Markup(shlex.join(start)),
+        recipe=recipe,
+        recipe_file=recipe_file,
         command=Markup(command),
         setup=build_script(launch.setup, command) if launch.setup else "",
         hyperpod=hyperpod.HYPERPOD_DIR,
@@ -168,19 +344,48 @@ def render(request: JobRequest) -> str:
         max_failures=MAX_FAILED_STARTS if resilience.max_restarts_per_hour else 0,
         max_stops=MAX_STARTS,
         unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if resilience.preflight else "",
+        exclude=launch.options.get("exclude") or ",".join(request.placement.exclude),
+        exclude_files=Markup(shlex.join(exclude_files)),
+        name=request.name,
     )
+
+
+def _read_excluded(request: JobRequest) -> list[str]:
+    """Return the nodes in the files of ``launch.exclude``, if the files are here."""
+    names = []
+    for file in request.placement.exclude_files:
+        with suppress(OSError, UnicodeDecodeError):
+            lines = expand_path(file).read_text("utf-8").splitlines()
+            names += [words[0] for line in lines if (words := line.partition("#")[0].split())]
+    return names
+
+
+def _environment(request: JobRequest) -> dict[str, str]:
+    """Return the variables of the job whose values are in the script."""
+    env = {**request.job.launch.env}
+    if references := request.placement.references("secretsmanager"):
+        env[REFERENCES_VARIABLE] = encode_references(references)
+    return env
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
     """Yield the lines that set the variables of the job; srun passes them on."""
-    env = {**request.job.launch.env}
-    if references := request.placement.references("secretsmanager"):
-        env[REFERENCES_VARIABLE] = encode_references(references)
+    runtime = container_runtime(request.job.launch)
+    if runtime:  # the image has its own packages
+        yield "unset PYTHONPATH PYTHONHOME"
+        yield "export PYTHONNOUSERSITE=1"
+        if request.nodes[1] > 1:
+            yield HEAD_ADDRESS
+    env, references = _environment(request), request.placement.references("env")
     for name, value in env.items():
         yield f"export {name}={shlex.quote(value)}"
-    for name, variable in request.placement.references("env").items():
+    for name, variable in references.items():
         message = f"launch.secrets.{name} is env:{variable}, which is not set"
         yield f'export {name}="${{{variable}:?{message}}}"'
+    if runtime == "apptainer":
+        # Otherwise a value that the image has for a variable replaces the job's.
+        for name in (*env, *references):
+            yield f'export APPTAINERENV_{name}="${name}"'
 
 
 def check(text: str) -> list[str]:
@@ -193,7 +398,17 @@ def check(text: str) -> list[str]:
         if result.returncode:
             # Several lines report one failure: sbatch says first what, then why.
             lines = result.stderr.splitlines() or [f"exited with status {result.returncode}"]
-            return [f"{shlex.join(command)}: {'; '.join(lines)}"]
+            message = "; ".join(lines)
+            remedies = [each for text, each in REMEDIES.items() if re.search(text, message)]
+            return [" ".join([f"{shlex.join(command)}: {message}", *remedies[:1]])]
+    if re.search("^srun .*--container-image=", text, re.MULTILINE) and shutil.which("srun"):
+        result = subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False)
+        if result.returncode == 0 and "--container-image" not in result.stdout:
+            return [
+                "srun has no option --container-image, so Pyxis is not installed on this cluster. "
+                "Use --launch.container apptainer, or remove launch.image and start the container "
+                "or environment that the cluster offers in launch.setup."
+            ]
     return []
 
 
