@@ -194,6 +194,7 @@ def test_collect_image_reads_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
 # --------------------------------------------------------------------------- command
 
 
+@pytest.mark.system
 def test_command_reports_this_machine_which_has_no_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
