@@ -270,3 +270,25 @@ def test_places_that_cannot_be_used_are_refused(
     assert main(["train", "demo", "--run.dir", str(tmp_path / "run"), *keys]) == 2
     error = capsys.readouterr().err
     assert all(rule in error for rule in rules)
+
+
+def test_data_verify_reads_every_byte_of_a_store_in_a_bucket(
+    text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    url = upload(text_store, bucket)
+    words = ["data", "verify", url, "--data.node_cache_dir", str(tmp_path / "node")]
+    good, damaged = run_ranks(verify_twice, 1, words, url)[0]
+    assert good == 0
+    assert damaged == 1
+    fetched = {name.rpartition("/")[2] for name in proxy.bytes_by_path}
+    assert {shard.file for split in text_store.splits for shard in split.files} <= fetched
+
+
+def verify_twice(words: list[str], url: str) -> tuple[int, int]:
+    import s3fs
+
+    good, fs = main(words), s3fs.S3FileSystem()
+    name = fs.glob(f"{url}/train-*.bin")[0]
+    content = fs.cat_file(name)
+    fs.pipe_file(name, content[:-1] + bytes([content[-1] ^ 1]))
+    return good, main(words)

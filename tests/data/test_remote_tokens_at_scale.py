@@ -88,9 +88,12 @@ def make_random_store(directory: Path, tokens: int, shards: int, document: int) 
     return Store(base.path, manifest)
 
 
-def open_loader(store: Store, section: DataSection, rank: int, ranks: int) -> Loader:
+def open_loader(
+    store: Store, section: DataSection, rank: int, ranks: int, steps: int | None = None
+) -> Loader:
     mixture = build_mixture(dataset_from_store(store), "train", SEQ_LEN, section, 0)
-    return Loader(mixture, 0, BATCH, rank, ranks, BATCH // ranks, numbers_tokens=True)
+    keys: dict[str, Any] = {"numbers_tokens": True, "num_samples": steps and steps * BATCH}
+    return Loader(mixture, 0, BATCH, rank, ranks, BATCH // ranks, **keys)
 
 
 def train_as_node(
@@ -102,9 +105,8 @@ def train_as_node(
     """
     rank, start = dist.get_rank(), time.monotonic()
     section = section.model_copy(update={"node_cache_dir": f"{section.node_cache_dir}{rank}"})
-    loader = open_loader(
-        open_bucket_store(section.path, section), section, rank, dist.get_world_size()
-    )
+    store = open_bucket_store(section.path, section)
+    loader = open_loader(store, section, rank, dist.get_world_size(), steps.stop)
     rows, first = [], 0.0
     for step in steps:
         [batch] = loader.get_microbatches(BATCH * step)

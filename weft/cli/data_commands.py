@@ -25,6 +25,7 @@ from weft.cluster import FAILED, REQUEUE
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job, recipe_names
 from weft.config.run_paths import JOB_FILE
+from weft.config.storage import is_bucket_url
 
 if TYPE_CHECKING:
     from weft.config.schema import Job
@@ -71,8 +72,13 @@ def add_data(commands: Commands) -> None:
             "what", metavar="PATH|RECIPE", help="data, or a recipe or run that names it"
         )
     verify = add_command(group, "verify", run_data_verify, VERIFY_HELP)
-    text = "directory of a prepared store, or of a mixture of stores"
-    verify.add_argument("stores", metavar="STORE", type=local_path, nargs="+", help=text)
+    text = "prepared store, also at s3://, or directory of a mixture of stores"
+    verify.add_argument("stores", metavar="STORE", type=store_location, nargs="+", help=text)
+
+
+def store_location(text: str) -> str | Path:
+    """Parse the location of a token store: a path, or a URL of a bucket."""
+    return text if is_bucket_url(text) else local_path(text)
 
 
 def run_data_prepare(options: argparse.Namespace) -> None:
@@ -167,18 +173,26 @@ def run_data_verify(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from weft.data.dataset import MIXTURE_FILE, list_mixture_stores
-    from weft.data.prepare import cache_dir, show_progress
+    from weft.data.prepare import cache_dir, open_bucket_store, show_progress
     from weft.data.prepared_cache import open_verified_store
     from weft.data.token_store import STORE_FILE
 
     job, _, errors = read_job("demo", options.overrides, options.errors)
     rule, remedy = "has no effect on weft data verify", "remove it; it reads data.cache_dir only"
-    others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
+    kept = ("data.cache_dir", "data.node_cache_dir", "data.node_cache_gib")
+    others = {name: value for name, value in options.overrides if name not in kept}
     errors.add_independent([ConfigError(*other, rule, remedy) for other in others.items()])
     stores: list[Path] = []
+    named: list[str | Path] = []
     for path in options.stores:
         with errors.collect():
-            stores += list_mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+            if isinstance(path, str):
+                stores.append(open_bucket_store(path, job.data).path)
+                named.append(path)
+                continue
+            found = list_mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+            stores += found
+            named += found
     for path in stores:
         if not (path / STORE_FILE).is_file():
             rule = f"is not a prepared store, because it has no {STORE_FILE}"
@@ -187,7 +201,7 @@ def run_data_verify(options: argparse.Namespace) -> int:
     errors.raise_any()
     damaged = 0
     with show_progress(Console(stderr=True)) as show:
-        for path in stores:
+        for path, name in zip(stores, named, strict=True):
             try:
                 store = open_verified_store(path, cache_dir(job.data), show, force=True)
             except InvalidConfig as error:
@@ -197,7 +211,7 @@ def run_data_verify(options: argparse.Namespace) -> int:
             files = [file for split in store.splits for file in split.files]
             size = sum(file.size_bytes for file in files)
             what = f"{len(files):,} files, {size:,} bytes, unchanged since they were prepared"
-            print(f"{path}: {what}", flush=True)
+            print(f"{name}: {what}", flush=True)
     if damaged:
         print(f"weft: {damaged} of {len(stores)} stores are damaged", file=sys.stderr)
     return FAILED if damaged else 0

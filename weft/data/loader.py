@@ -150,6 +150,23 @@ class SpanShuffle(NamedTuple):
             index[first] = chunk * chunk_samples + rest
         return index
 
+    def group_samples_of(self, positions: Ints, num_samples: int, seed: int) -> tuple[Ints, int]:
+        """Return the first samples of the chunks in positions' groups, and their size."""
+        positions = np.asarray(positions, np.int64)
+        num_rows = -(-num_samples // (self.group_samples * NUM_STREAMS))
+        num_chunks = num_rows * NUM_STREAMS * self.group_chunks
+        chunk_samples = num_samples // num_chunks
+        group_size = chunk_samples * self.group_chunks
+        epoch, offset = np.divmod(positions, num_samples)
+        is_first = offset < chunk_samples * num_chunks
+        epoch, offset = epoch[is_first], offset[is_first]
+        group = offset // NUM_STREAMS // max(1, group_size) * NUM_STREAMS + offset % NUM_STREAMS
+        _, unique = np.unique(epoch << 40 | group, return_index=True)
+        unique.sort()  # in the order of first use
+        chunks = group[unique, None] * self.group_chunks + np.arange(self.group_chunks)
+        keys = np.repeat(_mix(_epoch_keys(epoch[unique], seed)), self.group_chunks)
+        return _permute(chunks.ravel(), num_chunks, keys) * chunk_samples, chunk_samples
+
 
 def span_shuffle(span_bytes: int, sample_bytes: int) -> SpanShuffle | None:
     """Return the shuffle within ``span_bytes`` of tokens; None for 0."""
@@ -541,19 +558,32 @@ class Mixture:
     shares: Sequence[float] = (1.0,)
     has_weights: bool = False
 
-    def announce(self, purpose: str, sources: Ints, indices: Ints) -> None:
+    def announce(
+        self,
+        purpose: str,
+        sources: Ints,
+        indices: Ints,
+        groups: Sequence[tuple[int, Ints, int]] = (),
+    ) -> None:
         """Name the samples of the next steps to the readers of stores in buckets.
 
         Args:
             purpose: `weft.data.remote_tokens.TRAIN`, or another, which comes after it.
             sources: int64 (steps, n), in the order of the steps.
             indices: of the same shape.
+            groups: more samples that are read later: the source, and the first ones and the number
+                of neighboring ones.
         """
         blocks: dict[ReaderClient, list[Block]] = {}
         for sources_N, indices_N in zip(sources, indices, strict=True):
             for source, samples in enumerate(self.sources):
                 for client, part in _list_blocks(samples, indices_N[sources_N == source]):
                     blocks.setdefault(client, []).extend(part)
+        for source, firsts, count in groups:
+            samples = self.sources[source]
+            if isinstance(samples, TokenChunks) and (reader := samples.stream.client) is not None:
+                spans = firsts * samples.seq_len, np.full(len(firsts), count * samples.seq_len)
+                blocks.setdefault(reader, []).extend(samples.stream.list_blocks(*spans))
         for client, named in blocks.items():
             client.announce(purpose, named)
 
@@ -692,6 +722,7 @@ class Loader:
             `SpanShuffle`, a rank has sequences of neighboring streams.
         numbers_tokens: set ``token_ids_BT``, which do not depend on the layout.
         measures_documents: set ``lengths_BT``.
+        num_samples: of the whole run, beyond which no block is named; None: unknown.
 
     Raises:
         ValueError: ``dp_size`` does not divide ``global_batch_size``.
@@ -706,6 +737,7 @@ class Loader:
     is_strided: bool = False
     numbers_tokens: bool = False
     measures_documents: bool = False
+    num_samples: int | None = None
     _sampler: MixtureSampler = field(init=False, compare=False)
     _cached_samples: dict[tuple[int, int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
@@ -793,12 +825,26 @@ class Loader:
         num_steps = max(2, min(MAX_NAMED_STEPS, LOOKUP_POSITIONS // part[1]))
         for position, named_part, steps in self._announced:
             num_since, rest = divmod(consumed - position, self.global_batch_size)
-            if not rest and named_part == part and 0 <= num_since < steps // 2:
+            if not rest and named_part == part and 0 <= num_since < max(1, steps // 2):
                 return
+        if self.num_samples is not None:
+            remaining = -(-(self.num_samples - consumed) // self.global_batch_size)
+            num_steps = max(1, min(num_steps, remaining))
         positions = self._positions(consumed, part, num_steps)
         located = self._find_samples(positions.ravel()).reshape(2, num_steps, part[1])
-        self.mixture.announce(TRAIN, *located)
+        groups = self._find_groups(positions.ravel()) if self._has_streams else []
+        self.mixture.announce(TRAIN, located[0], located[1], groups)
         self._announced[:] = [(consumed, part, num_steps)]
+
+    def _find_groups(self, positions: Ints) -> list[tuple[int, Ints, int]]:
+        """Return source, first samples and size of the chunks in the groups of positions."""
+        sources, num_before = self._sampler.assign(positions)
+        groups = []
+        for source, samples in enumerate(self.mixture.sources):
+            if (shuffle := _shuffle_of(samples)) is not None:
+                mine = num_before[sources == source]
+                groups.append((source, *shuffle.group_samples_of(mine, len(samples), self.seed)))
+        return groups
 
     def _samples(self, consumed: int, part: tuple[int, int]) -> Ints:
         """Return source and index of this rank's sequences: int64 (2, n)."""

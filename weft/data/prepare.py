@@ -15,6 +15,7 @@ and used in place.  *Conversations* (`weft.data.conversations`) are the lines or
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -393,7 +394,7 @@ def _prepare_corpus(
         return format_manifest(manifest)
 
     make_together(cache, name, store / STORE_FILE, section.path, report, make)
-    return open_bucket_store(str(store), section)
+    return open_bucket_store(str(store), section, report)
 
 
 def _build_together(
@@ -425,7 +426,7 @@ def _open_given_store(
 ) -> Store:
     """Open the store at ``data.path``, and compare its tokenizer and kind."""
     if is_bucket_url(section.path):
-        store = open_bucket_store(section.path, section)
+        store = open_bucket_store(section.path, section, report)
     else:
         store = open_verified_store(section.path, local_cache(section, cache), report)
     kind = store.manifest.kind
@@ -548,8 +549,13 @@ def _user_cache_dir() -> Path:
     return Path(home) / "weft"
 
 
-def open_bucket_store(url: str, section: DataSection) -> Store:
+def open_bucket_store(url: str, section: DataSection, report: Report = lambda _: None) -> Store:
     """Open a store in a bucket, whose parts are read when they are needed.
+
+    Args:
+        url: directory of ``store.json``.
+        section: where and how much this node caches.
+        report: receives a warning if the node cannot cache what the order of the data needs.
 
     Raises:
         InvalidConfig: it does not exist or cannot be read, or ``data.node_cache_dir`` cannot be
@@ -558,7 +564,18 @@ def open_bucket_store(url: str, section: DataSection) -> Store:
     cache, limit = node_cache_dir(section).absolute(), section.node_cache_gib
     location = CacheLocation(str(cache), 0 if limit == "auto" else int(limit * (1 << 30)))
     with convert_cache_errors(cache, "data.node_cache_dir"):
-        return open_store(copy_small_files(url, cache / "remote", location))
+        store = open_store(copy_small_files(url, cache / "remote", location))
+        size = sum(shard.size_bytes for shard in store.manifest.train.content)
+        space = location.limit_bytes or shutil.disk_usage(cache).free
+    if size > space and not section.shuffle_span_gib:
+        report(
+            Progress(
+                f"warning: {url} has {size / (1 << 30):,.1f} GiB, and this node caches "
+                f"{space / (1 << 30):,.1f} GiB of it: it reads most of them again and again. Set "
+                "data.shuffle_span_gib, or a larger data.node_cache_gib"
+            )
+        )
+    return store
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
 from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, hold_lock
+from weft.data.remote_tokens import open_object
 from weft.data.token_store import (
     DATA_REMEDY,
     FORMAT,
@@ -154,6 +155,8 @@ def open_verified_store(
     """
     store = open_store(path)
     if store.url:  # the reader compares each part with its hash
+        if force:
+            _verify_files(store, report)
         return store
     verified_file = _verified_file(store, cache)
     if not force and verified_file.is_file():
@@ -170,15 +173,19 @@ def open_verified_store(
             return store
         if is_cached:
             verified_file.unlink(missing_ok=True)
-        size = sum(s.size_bytes for split in store.splits for s in split.files)
-        progress = report if size >= MIN_REPORT_BYTES else lambda progress: None
-        advance = progress_counter(progress, f"verifying {store.path}", size)
-        tasks = [(store, split, shard, advance) for split in store.splits for shard in split.files]
-        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
-            raise_errors(list(filter(None, pool.map(_check_file, *zip(*tasks, strict=True)))))
+        _verify_files(store, report)
         if is_cached:
             _mark_verified(verified_file, store)
     return store
+
+
+def _verify_files(store: Store, report: Report) -> None:
+    size = sum(s.size_bytes for split in store.splits for s in split.files)
+    progress = report if size >= MIN_REPORT_BYTES else lambda progress: None
+    advance = progress_counter(progress, f"verifying {store.url or store.path}", size)
+    tasks = [(store, split, shard, advance) for split in store.splits for shard in split.files]
+    with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
+        raise_errors(list(filter(None, pool.map(_check_file, *zip(*tasks, strict=True)))))
 
 
 def _verified_file(store: Store, cache: Path) -> Path:
@@ -216,7 +223,8 @@ def _check_file(
             damage = _check_index(store, split, shard)
     except OSError as error:
         damage = f"cannot be read: {error.strerror or error}"
-    return damaged_store_error(store.path, f"{shard.file} {damage}", remedy) if damage else None
+    location = store.url or store.path
+    return damaged_store_error(location, f"{shard.file} {damage}", remedy) if damage else None
 
 
 def _hash_shard(
@@ -226,7 +234,8 @@ def _hash_shard(
     hasher, invalid_id, position = xxh3_128(), "", 0
     vocab_size, dtype = store.manifest.vocab_size, np.dtype(store.manifest.dtype)
     buffer = memoryview(bytearray(min(READ_BYTES, max(1, shard.size_bytes))))
-    with (store.path / shard.file).open("rb") as file:
+    path = store.path / shard.file
+    with open_object(f"{store.url}/{shard.file}") if store.url else path.open("rb") as file:
         file.seek(shard.begin)
         while count := file.readinto(buffer[: shard.size_bytes - position]):
             block = buffer[:count]
@@ -246,7 +255,7 @@ def _hash_shard(
 
 def _check_index(store: Store, split: Split, shard: Shard) -> str:
     """Return the damage of the conversation index of a split."""
-    rows = np.fromfile(store.path / shard.file, np.int64).reshape(-1, 3)
+    rows = np.asarray(store.map_all(shard, "int64")).reshape(-1, 3)
     ends, files = rows[:, 0], rows[:, 1]
     if len(ends) and ((np.diff(ends, prepend=0) <= 0).any() or ends[-1] != split.tokens):
         return f"does not partition the {split.tokens:,} tokens into conversations"

@@ -190,6 +190,16 @@ def _request(url: str, begin: int, end: int | None) -> bytes:
     return content
 
 
+def open_object(url: str) -> Any:
+    """Open an object as a binary file that is read from the beginning.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    scheme, _, path = url.partition("://")
+    return _file_system(scheme).open(path, "rb", block_size=REQUEST_BYTES, cache_type="readahead")
+
+
 def retry_delay(attempt: int) -> float:
     """Return random seconds before an attempt: many nodes must not return at once."""
     return random.uniform(0.0, min(MAX_DELAY, 0.1 * 2**attempt))
@@ -554,6 +564,8 @@ def main() -> None:
             os.chmod(directory / name, 0o600)
             listener.listen(1024)
             reader.serve(listener)
+            fetched = f"{reader.fetched_bytes:,} bytes in {reader.num_requests:,} requests"
+            print(f"no more connections; read {fetched}", file=sys.stderr)
             (directory / name).unlink(missing_ok=True)
 
 

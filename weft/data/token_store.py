@@ -534,7 +534,7 @@ def _find_contradictions(manifest: Manifest) -> Iterator[str]:
 DATA_REMEDY = "delete the directory and prepare the data again"
 
 
-def damaged_store_error(directory: Path, rule: str, remedy: str = DATA_REMEDY) -> ConfigError:
+def damaged_store_error(directory: str | Path, rule: str, remedy: str = DATA_REMEDY) -> ConfigError:
     """Return the error for a store that differs from what was prepared.
 
     ``rule`` is a sentence.

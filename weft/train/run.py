@@ -156,6 +156,7 @@ def open_run(
             is_strided=plan.world_size_invariant,
             numbers_tokens=plan.numbers_tokens,
             measures_documents=job.train.neftune_alpha > 0,
+            num_samples=plan.num_steps * plan.global_batch_size,
         )
         set_wait_hook(partial(beat, "bytes"))
         data = Prefetcher(loader, rank.device, use_thread=rank.device.type != "cpu")
