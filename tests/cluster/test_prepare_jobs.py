@@ -63,3 +63,32 @@ def test_job_that_could_not_prepare_is_refused(
 ) -> None:
     assert main(["data", "prepare", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+LAUNCH = ["launch", "demo", "--dry-run", "--run.dir", "runs/x", "--run.nodes", "4"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_warned"),
+    [("auto", True), ("/data/cache", False), ("s3://bucket/tokens", False)],
+)
+def test_launch_warns_if_each_node_would_tokenize_all_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: str, is_warned: bool
+) -> None:
+    pytest.importorskip("yaml")
+    with (tmp_path / "web.txt").open("wb") as file:
+        file.truncate(2_000_000_000)
+    words = [*LAUNCH, "--on", "kubernetes", "--launch.image", "weft:1", "--data.path"]
+    words += [str(tmp_path / "web.txt"), "--run.cluster", "4x8xH100", "--data.cache_dir", cache]
+    for path in ("/data", "/runs", f"/{tmp_path.parts[1]}"):
+        words += [f"--launch.mounts.{path}", "pvc:claim"]
+    assert main(words) == 0
+    warnings = capsys.readouterr().err
+    assert ("is on the disk of each node" in warnings) == is_warned
+    if is_warned:
+        assert (
+            "each of the 4 nodes tokenizes all the data. The 4 nodes read 16.0 GB instead of 4.0 GB"
+            in warnings
+        )
+        assert "the GPUs wait about 0.2 GPU-hours, at 2.9 MB/s per core, measured" in warnings
+        assert "Use --data.cache_dir s3://BUCKET/PATH" in warnings

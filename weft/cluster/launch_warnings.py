@@ -10,7 +10,18 @@ from collections.abc import Iterator, Mapping
 from weft.cluster.job_placement import find_unused_keys
 from weft.cluster.job_request import JobRequest
 from weft.cluster.submit import get_cluster
+from weft.config.errors import InvalidConfig
+from weft.config.mounts import find_mount
+from weft.config.storage import is_bucket_url
+from weft.data.prepare import cache_dir
+from weft.data.source import HUB_SCHEME, detect_source
+from weft.data.token_store import is_store
 
+# Of text, by weft's own tokenizer of 16,000 tokens, with the first reading: processor time.
+PREPARE_BYTES_PER_SECOND = 2.9e6
+MIN_PREPARED_BYTES = 64 << 20  # of text; less is tokenized within seconds
+ASSUMED_CORES = 32  # of a node, if launch.cpus does not say
+LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100
 LOST_SECONDS = 600  # of a job: a few minutes each to start and to save before the limit
@@ -25,6 +36,7 @@ WITH_TIME_LIMIT = {
 def print_warnings(on: str, request: JobRequest) -> None:
     """Print the warnings about a request on stderr."""
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
+    warnings += find_separate_preparation(on, request)
     warnings += find_short_limit(on, request)
     warnings += find_missing_webhook(on, request, os.environ)
     warnings += get_cluster(on).find_warnings(request)
@@ -91,3 +103,52 @@ def find_warnings(request: JobRequest) -> Iterator[str]:
             f"checkpoints in checkpoint.local_dir (every {local} steps) are lost with the node. "
             f"Use checkpoint.interval=auto or less than {MAX_LOST_INTERVALS * local:,}."
         )
+
+
+def find_separate_preparation(on: str, request: JobRequest) -> Iterator[str]:
+    """Yield a warning if each node would tokenize all the data while its GPUs wait."""
+    data, nodes = request.job.data, request.nodes[1]
+    if nodes < 2 or not request.trains or "://" in data.cache_dir:
+        return
+    if not _is_node_disk(on, request):
+        return
+    size, is_known = 0, True
+    for path in data.sources:
+        if is_store(path):
+            continue
+        is_known &= not path.startswith(HUB_SCHEME) and not is_bucket_url(path)
+        if is_known:
+            try:
+                size += sum(file.size_bytes for file in detect_source(path).files)
+            except InvalidConfig:  # the nodes may have it
+                is_known = False
+    if is_known and size < MIN_PREPARED_BYTES:
+        return
+    cost = ""
+    if is_known:
+        cores = request.job.launch.cpus or ASSUMED_CORES
+        seconds = size / (PREPARE_BYTES_PER_SECOND * int(cores))
+        cost = f" The {nodes} nodes read {2 * nodes * size / 1e9:,.1f} GB instead of "
+        cost += f"{2 * size / 1e9:,.1f} GB (each reads the text twice)"
+        if request.devices:
+            hours = seconds * nodes * request.devices / 3600
+            cost += f", and the GPUs wait about {hours:,.1f} GPU-hours, at "
+            cost += f"{PREPARE_BYTES_PER_SECOND / 1e6:.1f} MB/s per core, measured on one core, "
+            cost += f"and {cores} cores per node"
+        cost += "."
+    yield (
+        f"data.cache_dir={data.cache_dir} is on the disk of each node, so each of the {nodes} "
+        f"nodes tokenizes all the data.{cost} Use --data.cache_dir s3://BUCKET/PATH: the nodes "
+        "then prepare the data together, or 'weft data prepare' with the same key before, without "
+        "GPUs. A directory that all nodes mount is prepared once, too."
+    )
+
+
+def _is_node_disk(on: str, request: JobRequest) -> bool:
+    """Return True if ``data.cache_dir`` is not on a file system that the nodes share."""
+    value = request.job.data.cache_dir
+    path = cache_dir(request.job.data).absolute()
+    if on == "slurm" and request.job.launch.image == "auto":
+        return find_mount(path).kind in LOCAL_FILE_SYSTEMS  # this host is one of the cluster
+    mount = None if value == "auto" else request.placement.find_mount(str(path))
+    return mount is None or mount.kind == "image"
