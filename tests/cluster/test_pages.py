@@ -60,7 +60,9 @@ def test_page_of_a_gpu_machine_names_existing_recipes_and_keys(
     monkeypatch.chdir(tmp_path)
     planned = 0
     for words, needs in commands_of("gpu-node", tmp_path):
-        assert words[0] == "weft"
+        if words[0] != "weft":
+            assert needs
+            continue
         if not needs or words[1] == "train":
             options = build_parser().parse_args(words[1:])
             assert options.errors == []
