@@ -48,6 +48,7 @@ agent-elastic      | 2, 1, 2 nodes: no fault, same losses                    | t
 agent-deleted      | a pod is deleted: saved, and the other restarts         | tests/cluster/test_hyperpod_agent.py::test_deleted_pod_saves_and_the_others_report_a_fault
 agent-hang         | a rank hangs: the watchdog names it to the operator     | tests/cluster/test_hyperpod_agent.py::test_hung_rank_is_named_by_the_watchdog_and_restarted
 agent-log          | a rank hangs without a watchdog: a log rule notices it  | tests/cluster/test_hyperpod_agent.py::test_hang_rule_restarts_ranks_without_a_watchdog
+agent-command      | the command of a HyperPodPyTorchJob trains to its end   | tests/cluster/test_hyperpod_agent.py::test_command_of_the_manifest_trains_under_the_agent
 agent-rules        | log rules are broken by their events only               | tests/cluster/test_hyperpod_agent.py::test_rule_is_broken_only_by_its_event
 sagemaker-toolkit  | two hosts under Amazon's toolkit, model exported        | tests/cluster/test_sagemaker_entry.py::test_entry_two_hosts_by_the_toolkit_train
 sagemaker-crash    | a crash: the failure file has its first cause           | tests/cluster/test_sagemaker_entry.py::test_entry_crash_by_the_toolkit_is_reported
