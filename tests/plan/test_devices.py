@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.plan.devices import (
     BUILTIN_CLUSTERS,
     CPU_DEVICE,
     Cluster,
+    get_device,
     load_clusters,
     match_device,
     parse_cluster,
     peak_flops,
     read_clusters,
 )
+from weft.plan.plan_text import cluster_machine
+from weft.plan.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,28 @@ def test_every_cluster_has_a_peak() -> None:
     assert peak_flops("A100 80GB") == 312e12
     assert peak_flops("H100 PCIe") == 756e12
     assert peak_flops(CPU_DEVICE) is None
+
+
+def test_trainium_is_another_device_type_with_a_quarter_of_a_chip_per_rank() -> None:
+    chip, rank = get_device("Trn2"), get_device("Trn2 LNC2")
+    assert (chip.type, rank.type, get_device("H100").type) == ("neuron", "neuron", "cuda")
+    assert (chip.bf16, chip.memory_gib) == (4 * rank.bf16, 4 * rank.memory_gib)
+    (note,) = parse_cluster("4x16xTrn2").describe_assumptions("4x16xTrn2")
+    hint = re.search(r"as in (\S+)", note)
+    assert hint
+    assert parse_cluster(hint[1]).device is rank
+    job, _, errors = read_job("demo", [("compile.enable", "true"), ("run.cluster", "8xTrn2")])
+    errors.raise_any()
+    with pytest.raises(InvalidConfig, match="not supported on the device type neuron"):
+        resolve(job, cluster_machine(parse_cluster("8xTrn2")))
+
+
+def test_trn2u_has_neuronlink_between_four_servers_and_efa_beyond() -> None:
+    network = get_device("Trn2U").network
+    assert network.busbw(4) == pytest.approx(102.4e9)
+    for nodes in (8, 64):
+        efa = get_device("Trn2").network.busbw(nodes)
+        assert network.busbw(nodes) == pytest.approx(efa, rel=0.1)
 
 
 # --------------------------------------------------------------------------- user's clusters.toml

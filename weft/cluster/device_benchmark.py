@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from weft.cluster.node_facts import DeviceMeasurements
 from weft.cluster.nvidia_tests import run_all_reduce
 from weft.cluster.rank_exit import exit_process
+from weft.config.accelerators import GPU
 from weft.monitor.nvml import GpuState, parse_state, query_gpus
 from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
 SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
 # Bytes of an all-reduce and of a copy between devices: enough to reach full speed.
-ALL_REDUCE_BYTES, COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 24}, 1 << 28
+ALL_REDUCE_BYTES, COPY_BYTES = {GPU: 1 << 29, "cpu": 1 << 24}, 1 << 28
 BURST_SECONDS = 0.5  # of matmuls on a CPU: several time slices of the scheduler
 LOAD_SECONDS = 1.0  # before the clocks are read
 
@@ -46,13 +47,13 @@ def measure_devices(
     """Measure this node's devices with ``ranks`` processes of ``threads`` threads.
 
     Args:
-        device: cpu or cuda.
-        ranks: number of processes; on cuda, one per device.
+        device: cpu, or the type of GPUs.
+        ranks: number of processes; on GPUs, one per device.
         threads: OpenMP threads of each process.
         full: measure every pair of devices, and several matmul shapes.
         timeout: seconds until all processes are killed.
     """
-    by_nccl_tests = run_all_reduce(ranks) if device == "cuda" and ranks > 1 else None
+    by_nccl_tests = run_all_reduce(ranks) if device == GPU and ranks > 1 else None
     environment = os.environ | single_host_env(device) | {"OMP_NUM_THREADS": str(threads)}
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
@@ -133,9 +134,9 @@ def median_seconds(
 
     def run_to_end() -> None:
         run()
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
 
-    return statistics.median(time_calls(run_to_end if device.type == "cuda" else run, min_seconds))
+    return statistics.median(time_calls(run if device.type == "cpu" else run_to_end, min_seconds))
 
 
 def time_cpu_burst(
@@ -159,7 +160,7 @@ def prepare_matmul(a: Tensor, b: Tensor) -> Callable[[], object]:
     """Return a function that computes a @ b.T, in bfloat16 (GPU) or float32 (CPU)."""
     import torch
 
-    dtype = torch.bfloat16 if a.is_cuda else torch.float32
+    dtype = torch.float32 if a.device.type == "cpu" else torch.bfloat16
     return partial(torch.matmul, a.to(dtype), b.to(dtype).t())
 
 
@@ -180,7 +181,7 @@ def matmul_flops(
     import torch
 
     rates = []
-    for m, k, n in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
+    for m, k, n in shapes or (SMALL_SHAPES if device.type == "cpu" else SHAPES):
         run = prepare(torch.randn(m, k, device=device), torch.randn(n, k, device=device))
         rates.append(2 * m * k * n / median_seconds(run, device, min_seconds))
     return max(rates)
@@ -192,7 +193,7 @@ def memory_bandwidth(device: torch.device, min_seconds: float = 0.3) -> float:
 
     from weft.estimate.cost import STREAM_EFFICIENCY
 
-    size = 2**30 if device.type == "cuda" else 2**27
+    size = 2**27 if device.type == "cpu" else 2**30
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = median_seconds(lambda: target.copy_(source), device, min_seconds)
@@ -203,7 +204,7 @@ def is_deterministic(device: torch.device) -> bool:
     """Return True if repeated matmuls are bitwise equal."""
     import torch
 
-    size = 4096 if device.type == "cuda" else 256
+    size = 256 if device.type == "cpu" else 4096
     a = torch.randn(size, size, device=device)
     first = a @ a
     return all(torch.equal(a @ a, first) for _ in range(10))
@@ -227,8 +228,8 @@ def benchmark_peer_copies(full: bool) -> Iterator[tuple[int, int, float]]:
     """Yield source, destination and bytes/s of copies between GPUs."""
     import torch
 
-    count = torch.cuda.device_count()
-    memory = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
+    count = torch.accelerator.device_count()
+    memory = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"{GPU}:{i}") for i in range(count)]
     for a in range(count):
         for b in range(count) if full else [(a + 1) % count]:
             if a != b:
@@ -247,7 +248,7 @@ def query_under_load(device: torch.device, should_query: bool) -> GpuState:
             a @ a
         if should_query and not state.gpus and time.monotonic() > deadline - LOAD_SECONDS / 2:
             state = query_gpus()
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
     return state
 
 
@@ -258,14 +259,14 @@ def benchmark_rank(
     import torch
     import torch.distributed as dist
 
-    is_gpu = kind == "cuda"
-    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    is_gpu = kind == GPU
+    device = torch.device(GPU, rank) if is_gpu else torch.device("cpu")
     if is_gpu:
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     else:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        f"cpu:gloo,{GPU}:nccl" if is_gpu else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
@@ -275,7 +276,7 @@ def benchmark_rank(
     def barrier() -> None:
         dist.all_reduce(torch.zeros(1))  # with gloo, which does not use the GPUs
 
-    nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    nccl: Callable[[], tuple[int, ...]] = torch.get_device_module(GPU).nccl.version
     min_seconds = 0.3 if is_gpu else 0.1
     shapes = () if full else (SHAPES[1] if is_gpu else SMALL_SHAPES[0],)
     barrier()

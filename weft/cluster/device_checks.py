@@ -17,6 +17,7 @@ from weft.cluster.node_facts import (
     parse_version,
     warning,
 )
+from weft.config.accelerators import GPU
 from weft.monitor.nvml import TIMED_OUT
 from weft.monitor.xid_watch import XIDS, describe_xid
 from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device
@@ -59,7 +60,7 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
     """Check that torch, its CUDA and the driver are compatible."""
     gpus, torch = facts.gpus, facts.torch or "is missing"
     observation = f"torch {torch}, Python {facts.python}, kernel {facts.kernel}"
-    if not facts.torch or (facts.device == "cuda" and gpus and not facts.cuda):
+    if not facts.torch or (facts.device == GPU and gpus and not facts.cuda):
         observation += ", built without CUDA" if facts.torch else ""
         yield bad(observation, "install a torch build for these devices")
         return
@@ -111,7 +112,7 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
     if error == TIMED_OUT:
         yield bad("the driver does not answer", "reboot the node")
         return
-    if results.flops and results.device == "cuda" and not gpus:
+    if results.flops and results.device == GPU and not gpus:
         observation = f"{len(results.flops)} GPUs, but no NVML: faults and clocks are unknown"
         yield note(observation, "in a container, add 'utility' to NVIDIA_DRIVER_CAPABILITIES")
         return
@@ -121,7 +122,7 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
         yield bad(observation + f": {error}" * bool(error), remedy)
         return
     if results.error:
-        subject = "benchmark of the GPUs" if facts.device == "cuda" else "benchmark"
+        subject = "benchmark of the GPUs" if facts.device == GPU else "benchmark"
         remedy = "see dmesg and nvidia-smi; if they show no error, reboot the node"
         yield bad(f"the {subject} failed: {results.error}", remedy)
     if not gpus:
@@ -329,7 +330,7 @@ def check_all_reduce(facts: Facts) -> Iterator[Finding]:
         return
     fraction = results.busbw / device.link.bandwidth
     observation += f", {fraction:.0%} of the link's specified {device.link.bandwidth / 1e9:.3g}"
-    if facts.device == "cuda":
+    if facts.device == GPU:
         yield grade(fraction, observation, "see topology; NCCL_DEBUG=INFO shows NCCL's transport")
     else:
         remedy = "usual if ranks share few cores"

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from weft.cluster.node_facts import NetworkMeasurements
+from weft.config.accelerators import GPU
 from weft.monitor.process import die_with_parent, single_host_env
 from weft.train.environment import is_loopback
 
@@ -40,8 +41,8 @@ ALIVE_SECONDS, LOST_SECONDS = 1.0, 15.0
 START_SECONDS = 120.0  # for the processes of all nodes to start
 MEASURE_SECONDS = 30.0  # for one pair or ring; then it hangs
 BURST_SECONDS = 0.5  # of messages, per pair
-MESSAGE_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}
-RING_BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
+MESSAGE_BYTES = {GPU: 1 << 26, "cpu": 1 << 20}
+RING_BYTES = {GPU: 1 << 28, "cpu": 1 << 20}
 RUN_ID, RING = "network", "ring"  # the prefix of keys in the store; the name of the last group
 Result: TypeAlias = dict[str, Any]  # rate in bytes/s, or why there is none: see `measure_group`
 NCCL_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
@@ -151,7 +152,7 @@ def measure_rank(
         size: number of ranks of the group.
         rank: rank of this process in the group.
         local_rank: its rank in its node, and its device.
-        kind: cuda or cpu.
+        kind: cpu, or the type of GPUs.
     """
     import torch
 
@@ -164,9 +165,9 @@ def measure_rank(
     os.dup2(quiet, 2)
     kind_of_failure = "broken"
     try:
-        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
-            torch.cuda.set_device(device)
+        device = torch.device(kind, local_rank) if kind == GPU else torch.device(kind)
+        if kind == GPU:
+            torch.accelerator.set_device_index(device)
             torch.zeros(1, device=device)
         kind_of_failure = "error"
         store = connect_store(endpoint, RUN_ID, (1, size), START_SECONDS)
@@ -194,9 +195,9 @@ def measure_rate(store: Any, rank: int, size: int, ranks: int | None, device: An
     import torch
     import torch.distributed as dist
 
-    is_gpu = device.type == "cuda"
+    is_gpu = device.type == GPU
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        f"cpu:gloo,{GPU}:nccl" if is_gpu else "gloo",
         store=store,
         rank=rank,
         world_size=size,
@@ -228,8 +229,8 @@ def _seconds_per_call(run: Callable[[], object], device: Any) -> float:
     def timed() -> float:
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type == GPU:
+            torch.accelerator.synchronize(device)
         return time.perf_counter() - start
 
     timed()  # connects
@@ -250,7 +251,7 @@ def measure_network(
         store: the store at the endpoint.
         endpoint: HOST:PORT of the rendezvous.
         nodes: number of nodes, which call this function at about the same time.
-        device: cpu or cuda.
+        device: cpu, or the type of GPUs.
         ranks: processes to start on this node.
     """
     shared = prefix_store(RUN_ID, store)
