@@ -142,9 +142,9 @@ def cluster(nodes: tuple[str, ...] = NODES, plugin: Path | str | None = None) ->
     key.chmod(0o400)
     port, *ports = free_ports(1 + len(nodes))
     host = socket.gethostname().partition(".")[0]
+    node = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=2048 State=UNKNOWN"
     lines = [
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={number} CPUs=2 State=UNKNOWN"
-        for name, number in zip(nodes, ports, strict=True)
+        f"NodeName={name} Port={number} {node}" for name, number in zip(nodes, ports, strict=True)
     ]
     lines += [f"PartitionName=main Nodes={','.join(nodes)} Default=YES State=UP"]
     if plugin is not None:

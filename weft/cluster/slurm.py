@@ -400,7 +400,7 @@ def check(text: str) -> list[str]:
             lines = result.stderr.splitlines() or [f"exited with status {result.returncode}"]
             message = "; ".join(lines)
             remedies = [each for text, each in REMEDIES.items() if re.search(text, message)]
-            return [" ".join([f"{shlex.join(command)}: {message}", *remedies[:1]])]
+            return [". ".join([f"{shlex.join(command)}: {message}", *remedies[:1]])]
     if re.search("^srun .*--container-image=", text, re.MULTILINE) and shutil.which("srun"):
         result = subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False)
         if result.returncode == 0 and "--container-image" not in result.stdout:
