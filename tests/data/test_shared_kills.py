@@ -44,15 +44,19 @@ print(prepare.prepare_store(section, cache, shard_bytes=int(sys.argv[2])).url)
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def server() -> Iterator[s3.Proxy]:
+    """A server behind a proxy, which all tests share, because clients are cached."""
     with s3.server() as number:
-        yield number
+        proxy = s3.Proxy(number)
+        yield proxy
+        proxy.close()
 
 
 @pytest.fixture
-def proxy(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
-    """A proxy with an empty bucket, which counts the objects that are put."""
-    proxy = s3.Proxy(port)
+def proxy(server: s3.Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
+    """The proxy of a server with an empty bucket."""
+    proxy = server
+    proxy.bytes_by_path.clear()
     variables = aws.variables(proxy.port)
     variables |= {"AWS_ACCESS_KEY_ID": s3.KEY, "AWS_SECRET_ACCESS_KEY": s3.SECRET}
     del variables["AWS_MAX_ATTEMPTS"]
@@ -65,7 +69,6 @@ def proxy(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
     proxy.spoil = lambda method, path, number: None
     bucket.objects.all().delete()
     bucket.delete()
-    proxy.close()
 
 
 def write_source(directory: Path, num_files: int, num_rows: int) -> dict[str, bytes]:
