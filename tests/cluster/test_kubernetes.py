@@ -132,6 +132,135 @@ def test_manifest_for_efa_requests_adapters() -> None:
     assert pod["serviceAccountName"] == "trainer"
 
 
+def test_manifest_requests_nearly_the_whole_node_of_a_known_type() -> None:
+    launch = LAUNCH | {"instance_type": "p5.48xlarge"}
+    requested = request(IMAGE, launch=launch, nodes=(2, 2), devices=8)
+    [container] = pod_of(documents(kubernetes.render(requested)))["containers"]
+    assert container["resources"]["requests"] == {
+        "cpu": "183",
+        "memory": "1844Gi",
+        "nvidia.com/gpu": "8",
+        "vpc.amazonaws.com/efa": "32",
+    }
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert list(kubernetes.find_warnings(requested)) == []
+    unknown = request(IMAGE, launch=LAUNCH, devices=8)
+    [warning] = kubernetes.find_warnings(unknown)
+    assert "launch.cpus and launch.memory are not given" in warning
+
+
+PLACED = {
+    "queue": "team-a",
+    "priority": "high",
+    "topology": "required:topology.k8s.aws/network-node-layer-3",
+    "node_labels": "sagemaker.amazonaws.com/node-health-status=Schedulable,zone=a|b",
+    "tolerations": "nvidia.com/gpu,team=a",
+    "exclude": "node-7",
+    "pull_secrets": "registry",
+    "labels": "project=llm",
+    "env": "NCCL_DEBUG=INFO",
+    "secrets": "HF_TOKEN=k8s-secret:hf/token",
+    "mounts": "/runs=pvc:shared/runs,/fsx=pvc:shared,/nvme=host:/mnt/k8s-disks/0,/opt/m=image",
+}
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_manifest_places_the_pods(kind: str) -> None:
+    requested = request(IMAGE, launch=PLACED | {"kind": kind}, nodes=(2, 2), devices=8)
+    assert kubernetes.find_errors(requested) == []
+    text = kubernetes.render(requested)
+    assert kubernetes.check(text) == []
+    result = documents(text)
+    top = result["JobSet" if kind == "jobset" else "TrainJob"]
+    assert top["metadata"]["labels"] == {
+        "project": "llm",
+        "kueue.x-k8s.io/queue-name": "team-a",
+        "kueue.x-k8s.io/priority-class": "high",
+    }
+    assert top["spec"]["suspend"] is True
+    template = job_of(result)["template"]
+    assert template["metadata"] == {
+        "labels": {"project": "llm"},
+        "annotations": {
+            "kueue.x-k8s.io/podset-required-topology": "topology.k8s.aws/network-node-layer-3"
+        },
+    }
+    pod = template["spec"]
+    affinity = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert affinity["nodeSelectorTerms"][0]["matchExpressions"] == [
+        {
+            "key": "sagemaker.amazonaws.com/node-health-status",
+            "operator": "In",
+            "values": ["Schedulable"],
+        },
+        {"key": "zone", "operator": "In", "values": ["a", "b"]},
+        {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-7"]},
+    ]
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists"},
+        {"key": "team", "operator": "Equal", "value": "a"},
+    ]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    [container] = pod["containers"]
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert set(mounts) == {"/dev/shm", "/runs", "/fsx", "/nvme"}
+    assert mounts["/runs"]["subPath"] == "runs"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/nvme"]["name"]]["hostPath"] == {"path": "/mnt/k8s-disks/0"}
+    assert volumes[mounts["/fsx"]["name"]]["persistentVolumeClaim"] == {"claimName": "shared"}
+    secret = {"secretKeyRef": {"name": "hf", "key": "token"}}
+    assert {"name": "HF_TOKEN", "valueFrom": secret} in container["env"]
+    assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+
+
+def ended_pod(node: str, status: int, message: str, time: str) -> dict[str, Any]:
+    end = {"exitCode": status, "message": message, "finishedAt": time}
+    states = [{"name": "node", "state": {"terminated": end}}]
+    return {"status": {"phase": "Failed", "containerStatuses": states}, "spec": {"nodeName": node}}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_resume_uses_other_nodes_than_the_unhealthy_ones(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status of a failed job is the first pod's own reason."""
+    pods = [
+        ended_pod(
+            "node-c", 3, "step 4\nweft: rank 3 hangs\n  in all_reduce", "2026-01-01T02:00:00Z"
+        ),
+        ended_pod("node-b", 69, "weft: GPU 3 has errors", "2026-01-01T01:00:00Z"),
+        ended_pod("node-a", 75, "weft: saved", "2026-01-01T00:00:00Z"),
+    ]
+    (tmp_path / "pods").write_text(json.dumps({"items": pods}))
+    failed = [{"type": "Failed", "status": "True", "message": "BackoffLimitExceeded"}]
+    (tmp_path / "job").write_text(json.dumps({"status": {"conditions": failed}}))
+    body = f"""\
+case "$*" in
+  *"get pods"*) cat {tmp_path}/pods;;
+  *"get {kind}"*) cat {tmp_path}/job;;
+esac"""
+    calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
+    requested = request(IMAGE, launch=PLACED | {"kind": kind}, nodes=(2, 2), devices=8)
+    path = tmp_path / "launch.yaml"
+    path.write_text(kubernetes.render(requested))
+    before = documents(path.read_text())
+    id = f"/{kind}/small-run"
+    assert kubernetes.status(id) == "failed: node-b: GPU 3 has errors"
+    assert kubernetes.resubmit(path, id) == id
+    assert "will not use node-b" in capsys.readouterr().out
+    commands = calls.read_text().splitlines()
+    assert commands[-1] == f"apply -f {path}"
+    assert f"delete {kind} small-run --ignore-not-found" in commands
+    after = documents(path.read_text())
+    affinity = pod_of(after)["affinity"]["nodeAffinity"]
+    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][-1]["values"] == ["node-7", "node-b"]
+    assert kubernetes.check(path.read_text()) == []
+    term["matchExpressions"][-1]["values"] = ["node-7"]
+    assert after == before
+
+
 def test_manifest_on_cpus_requests_no_gpus() -> None:
     text = kubernetes.render(REQUESTS["cpu"])
     assert "nvidia" not in text

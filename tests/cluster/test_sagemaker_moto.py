@@ -96,6 +96,14 @@ def test_job_with_file_systems_is_created(
     }
     assert channels["efs"]["FileSystemDataSource"]["FileSystemAccessMode"] == "ro"
     assert sagemaker.status(id) == "completed"
+    # After its time limit, under another name and with the same checkpoints.
+    sent["TrainingJobName"] = "small-run-260101-000000"
+    path.write_text(json.dumps(sent))
+    again = sagemaker.resubmit(path, id)
+    resent = json.loads(path.read_text())
+    assert again != id
+    assert resent.pop("TrainingJobName") != sent.pop("TrainingJobName")
+    assert resent == sent
 
 
 def test_job_with_file_systems_that_do_not_exist_is_refused(

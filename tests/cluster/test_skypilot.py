@@ -157,6 +157,7 @@ def test_submit_calls_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "queue").write_text(json.dumps(jobs))
     body = f"""case "$*" in *queue*) cat {tmp_path}/queue;; *logs*) echo line;; esac"""
     calls = fake_tool(tmp_path, monkeypatch, "sky", body)
+    (tmp_path / "run.yaml").write_text(skypilot.render(REQUESTS["gpu"]))
     id = skypilot.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
     assert skypilot.status(id) == "running: 2x[H100:8]"
     assert skypilot.status("other") == "waiting: pending"

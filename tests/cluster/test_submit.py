@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.requests import format_errors, own_recipe, request
+from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from tests.harness import ROOT
 from tests.monitor.test_run_cost import WrittenRun
 from weft.cli.main import main
@@ -141,6 +141,32 @@ def test_submitted_job_of_a_copied_directory_is_the_originals_job(tmp_path: Path
         SubmittedJob.load(copy)
     original.rename(moved)
     assert SubmittedJob.load(moved).id == "7"
+
+
+@pytest.mark.system
+def test_job_resume_submits_an_ended_job_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file in the run directory is submitted, with the user's changes."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "launch.sh").write_text("#!/bin/bash\n# changed\n")
+    record = {"on": "slurm", "id": "7", "file": "launch.sh", "run_dir": str(run_dir)}
+    (run_dir / "launch.json").write_text(json.dumps(record | {"price_per_gpu_hour": 2.5}))
+    (tmp_path / "state").write_text("JobState=RUNNING NodeList=n1 Reason=None")
+    fake_tool(tmp_path, monkeypatch, "scontrol", f"cat {tmp_path}/state")
+    calls = fake_tool(tmp_path, monkeypatch, "sbatch", "echo 8")
+    assert job("resume", str(run_dir)) == 2
+    assert "has an active job 7: running on n1" in capsys.readouterr().err
+    (tmp_path / "state").write_text("JobState=TIMEOUT ExitCode=75:0 NodeList=n1 Reason=None")
+    assert job("resume", str(run_dir)) == 0
+    assert "submitted slurm job 8" in capsys.readouterr().out
+    assert f"--parsable {run_dir}/launch.sh" in calls.read_text()
+    after = json.loads((run_dir / "launch.json").read_text())
+    assert (after["id"], after["price_per_gpu_hour"]) == ("8", 2.5)
+    (run_dir / "launch.sh").unlink()
+    assert job("resume", str(run_dir)) == 2
+    assert "has no launch.sh to submit again" in capsys.readouterr().err
 
 
 @pytest.mark.system

@@ -10,6 +10,7 @@ scheduled again.
   weft job status runs/mine
   weft job logs runs/mine --follow
   weft job cancel runs/mine
+  weft job resume runs/mine
 
 --nodes N requests N nodes, MIN:MAX as many as are available.  run.cluster names the devices of a
 node (--run.device cpu: no GPUs).  The keys of [launch] place the job: image, mounts, secrets,
@@ -36,14 +37,15 @@ def add_launch(commands: Commands) -> None:
 
 
 def add_job(commands: Commands) -> None:
-    """Add ``weft job status``, ``logs``, ``cancel`` and ``dashboard``."""
-    summary = "Show the status, logs or dashboard of a submitted run, or cancel it."
+    """Add ``weft job status``, ``logs``, ``cancel``, ``resume`` and ``dashboard``."""
+    summary = "Show the status, logs or dashboard of a submitted run, cancel it, or resume it."
     group = commands.add_parser("job", help=summary, description=summary).add_commands()
     status = add_command(group, "status", run_job_status, takes_keys=False)
     logs = add_command(group, "logs", run_job_logs, takes_keys=False)
     cancel = add_command(group, "cancel", run_job_cancel, takes_keys=False)
+    resume = add_command(group, "resume", run_job_resume, takes_keys=False)
     dashboard = add_command(group, "dashboard", run_job_dashboard, takes_keys=False)
-    for parser in (status, logs, cancel, dashboard):
+    for parser in (status, logs, cancel, resume, dashboard):
         parser.add_argument("run", metavar="RUN", type=run_path, help="run directory")
     logs.add_argument("--follow", action="store_true", help="keep printing until the job ends")
 
@@ -87,6 +89,14 @@ def run_job_logs(options: argparse.Namespace) -> None:
 
     for line in SubmittedJob.load(options.run).logs(options.follow):
         print(line, flush=True)
+
+
+def run_job_resume(options: argparse.Namespace) -> None:
+    """Submit an ended job again, so that its run resumes from the newest checkpoint."""
+    from weft.cluster.submit import SubmittedJob
+
+    job = SubmittedJob.load(options.run).resume()
+    print(f"submitted {job.on} job {job.id}: weft job status {shlex.quote(str(job.run_dir))}")
 
 
 def run_job_cancel(options: argparse.Namespace) -> None:

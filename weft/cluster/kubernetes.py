@@ -18,8 +18,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from weft.cluster import REQUEUE, UNHEALTHY
 from weft.cluster.job_placement import Mount, check_placement
 from weft.cluster.job_request import (
     RUN_DIR,
@@ -32,10 +33,13 @@ from weft.cluster.job_request import (
     run_cli,
     standalone_recipe,
     stream_cli,
+    to_yaml,
     warn_unchecked,
 )
 from weft.cluster.log_rules import hang_rule
+from weft.cluster.nccl_log import find_instance_type
 from weft.config.errors import ConfigErrors, WeftError
+from weft.config.files import replace_text
 from weft.train.environment import PORT
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
@@ -91,13 +95,16 @@ def find_errors(request: JobRequest) -> ConfigErrors:
 
 def find_warnings(request: JobRequest) -> Iterator[str]:
     """Yield a warning if the pods are of a low QoS class."""
-    launch = request.job.launch
-    missing = [f"launch.{name}" for name in ("cpus", "memory") if not getattr(launch, name)]
+    missing = [
+        f"launch.{name}"
+        for name, amount in zip(("cpus", "memory"), _node_size(request), strict=True)
+        if not amount
+    ]
     if missing:
         yield (
             f"{' and '.join(missing)} are not given, so the pods are not of the QoS class "
-            "Guaranteed, and Kubernetes evicts them first if a node lacks memory. Give nearly all "
-            "cores and GiB of a node."
+            "Guaranteed, and Kubernetes evicts them first if a node lacks memory. Set "
+            "launch.instance_type, or give nearly all cores and GiB of a node."
         )
 
 
@@ -208,17 +215,31 @@ def _tolerate(taint: str) -> dict[str, str]:
 
 def _resources(request: JobRequest) -> dict[str, Any]:
     """Return the resources of a pod, whose requests equal its limits."""
-    launch = request.job.launch
+    cpus, memory = _node_size(request)
     limits = {}
-    if launch.cpus:
-        limits["cpu"] = str(launch.cpus)
-    if launch.memory:
-        limits["memory"] = f"{launch.memory}Gi"
+    if cpus:
+        limits["cpu"] = cpus
+    if memory:
+        limits["memory"] = f"{memory}Gi"
     if request.devices:
         limits["nvidia.com/gpu"] = str(request.devices)
     if request.placement.efa:
         limits["vpc.amazonaws.com/efa"] = str(request.placement.efa)
     return {"requests": limits, "limits": limits} if limits else {}
+
+
+def _node_size(request: JobRequest) -> tuple[str, str]:
+    """Return cores and GiB of a pod; empty: unknown.
+
+    By default nearly the whole node: the rest is for the system and the pods of daemons.
+    """
+    launch = request.job.launch
+    instance = find_instance_type(launch.instance_type)
+    cpus, gib = (instance.cpus, instance.memory_gib) if instance else (0, 0)
+    is_whole = request.devices > 0  # a CPU job may share its nodes
+    default_cpus = str(cpus - max(2, cpus // 20)) if cpus and is_whole else ""
+    default_gib = str(gib - max(8, gib // 10)) if gib and is_whole else ""
+    return str(launch.cpus) or default_cpus, str(launch.memory) or default_gib
 
 
 # --------------------------------------------------------------------------- checking
@@ -304,7 +325,8 @@ def status(id: str) -> str:
             return "complete"
         message = condition.get("message") or condition.get("reason", "")
         if condition["type"] == "Failed":
-            return f"failed: {message}"
+            causes = [f"{pod.node}: {pod.message}" for pod in _ended_pods(space, kind, name)]
+            return f"failed: {causes[0] if causes else message}"
         if condition["type"] == "Suspended":
             return f"waiting: suspended: {message}"
     pods = json.loads(
@@ -315,6 +337,81 @@ def status(id: str) -> str:
         return f"waiting: {len(pods)} pods, none of them running"
     nodes = sorted(pod["spec"].get("nodeName", "?") for pod in running)
     return f"running: {len(running)} of {len(pods)} pods, on {', '.join(nodes)}"
+
+
+class EndedPod(NamedTuple):
+    """A pod whose container has ended by itself: its node, exit status, and last message."""
+
+    node: str
+    status: int
+    message: str
+
+
+def _ended_pods(space: str, kind: str, name: str) -> list[EndedPod]:
+    """Return the pods that failed, in the order of their ends, without those that saved."""
+    output = _kubectl(space, "get", "pods", "-l", _pod_selector(kind, name), "-o", "json")
+    found = []
+    for pod in json.loads(output or '{"items": []}')["items"]:
+        for container in pod["status"].get("containerStatuses", []):
+            end = container.get("state", {}).get("terminated") or {}
+            status = int(end.get("exitCode", 0))
+            if status in (0, REQUEUE):
+                continue
+            # The last lines of the output; weft's own message is the last that it begins.
+            lines = str(end.get("message", "")).strip().splitlines()
+            starts = [number for number, line in enumerate(lines) if line.startswith("weft: ")]
+            text = " ".join(lines[starts[-1] :] if starts else lines[-1:])
+            node = pod["spec"].get("nodeName", "?")
+            message = text.removeprefix("weft: ") or f"exit status {status}"
+            found.append((str(end.get("finishedAt", "")), EndedPod(node, status, message)))
+    return [pod for _, pod in sorted(found)]
+
+
+def resubmit(path: Path, id: str) -> str:
+    """Create the job again, away from the nodes that it found unhealthy; return its id."""
+    import yaml
+
+    space, kind, name = id.split("/")
+    unhealthy = {pod.node for pod in _ended_pods(space, kind, name) if pod.status == UNHEALTHY}
+    documents = list(yaml.safe_load_all(path.read_text("utf-8")))
+    if unhealthy:
+        for pod in (pod for document in documents for pod in _find_pods(document)):
+            _exclude_nodes(pod, unhealthy)
+        head = [line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")]
+        replace_text(path, to_yaml(documents, "\n".join(head)))
+        print(f"weft: the job will not use {', '.join(sorted(unhealthy))}: unhealthy")
+    for object_kind in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
+        _kubectl(space, "delete", object_kind, name, "--ignore-not-found")
+    _kubectl(space, "apply", "-f", str(path))
+    return id
+
+
+def _find_pods(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield the specifications of pods in a document."""
+    if isinstance(tree, dict):
+        if "containers" in tree:
+            yield tree
+        for value in tree.values():
+            yield from _find_pods(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _find_pods(value)
+
+
+def _exclude_nodes(pod: dict[str, Any], nodes: set[str]) -> None:
+    """Add nodes to those that a pod must not get."""
+    path = ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+    place: dict[str, Any] = pod
+    for name in path:
+        place = place.setdefault(name, {})
+    terms = place.setdefault("nodeSelectorTerms", [{"matchExpressions": []}])
+    for term in terms:
+        rules = term.setdefault("matchExpressions", [])
+        known = [r for r in rules if (r["key"], r["operator"]) == (HOST_LABEL, "NotIn")]
+        if known:
+            known[0]["values"] = sorted({*known[0]["values"], *nodes})
+        else:
+            rules.append({"key": HOST_LABEL, "operator": "NotIn", "values": sorted(nodes)})
 
 
 def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:

@@ -136,12 +136,14 @@ def describe_network(log: NcclLog) -> str:
 
 @dataclass(frozen=True)
 class InstanceType:
-    """EFA of an EC2 instance type, as ``efa.toml`` describes it."""
+    """Size and EFA of an EC2 instance type, as ``efa.toml`` describes them."""
 
     efa: int
     gbps: float
     gpudirect: bool
     protocol: str = ""
+    cpus: int = 0
+    memory_gib: int = 0
 
     @property
     def bandwidth(self) -> float:

@@ -41,6 +41,7 @@ from weft.cluster.sagemaker_storage import (
     verify_file_systems,
 )
 from weft.config.errors import ConfigErrors, WeftError, suggest
+from weft.config.files import replace_text
 from weft.config.schema import Job
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
@@ -297,6 +298,20 @@ def submit(path: Path, request: JobRequest) -> str:
             key = f"{prefix}/recipe/recipe.toml"
             client("s3").put_object(Bucket=bucket, Key=key, Body=recipe.encode())
         return str(client("sagemaker").create_training_job(**body)["TrainingJobArn"])
+
+
+def resubmit(path: Path, id: str) -> str:
+    """Create the job again under a new name; return its ARN.
+
+    Its containers get the same run directory, so the run resumes.
+    """
+    body = json.loads(path.read_text("utf-8"))
+    stem = re.sub(r"-\d{6}-\d{6}$", "", body["TrainingJobName"])
+    body["TrainingJobName"] = f"{stem}-{time.strftime('%y%m%d-%H%M%S', time.gmtime())}"
+    with connect_aws(parse_id(id)[1]) as client:
+        arn = str(client("sagemaker").create_training_job(**body)["TrainingJobArn"])
+    replace_text(path, json.dumps(body, indent=2) + "\n")
+    return arn
 
 
 def status(id: str) -> str:

@@ -179,10 +179,17 @@ def check(text: str) -> list[str]:
 
 def submit(path: Path, request: JobRequest) -> str:
     """Submit the task; return its name, which means the newest job of that name."""
-    secrets = [word for name in request.placement.references("env") for word in ("--secret", name)]
-    words = ["sky", "jobs", "launch", "-y", "-d", *secrets, "-n", request.name, str(path)]
-    run_cli(*words, remedy=REMEDY)
-    return request.name
+    return resubmit(path, request.name)
+
+
+def resubmit(path: Path, id: str) -> str:
+    """Submit the task under a name, with the secrets that it names; return the name."""
+    import yaml
+
+    names = yaml.safe_load(path.read_text("utf-8")).get("secrets", {})
+    secrets = [word for name in names for word in ("--secret", name)]
+    run_cli("sky", "jobs", "launch", "-y", "-d", *secrets, "-n", id, str(path), remedy=REMEDY)
+    return id
 
 
 def status(id: str) -> str:

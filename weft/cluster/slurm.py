@@ -420,6 +420,11 @@ def submit(path: Path, request: JobRequest) -> str:
     return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
 
 
+def resubmit(path: Path, id: str) -> str:
+    """Submit the script again; return the new job id."""
+    return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+
+
 def status(id: str) -> str:
     """Return one line: 'waiting...', 'running on NODES', or how the job ended."""
     job = _show_job(id)

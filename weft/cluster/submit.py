@@ -295,20 +295,29 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
             with suppress(OSError):  # another process has written there
                 directory.rmdir()
         raise
+    _write_record(run_dir, on, id, path.name, request.job.launch.price_per_gpu_hour)
+    return SubmittedJob(run_dir, on, id)
+
+
+def _write_record(run_dir: Path, on: str, id: str, file: str, price: float) -> None:
+    """Write the record of a submitted job.
+
+    Raises:
+        WeftError: if it cannot be written.
+    """
     record = {
         "on": on,
         "id": id,
-        "file": path.name,
+        "file": file,
         "time": time.time(),
         "run_dir": str(run_dir.resolve()),  # only to recognize a copy
-        "price_per_gpu_hour": request.job.launch.price_per_gpu_hour,
+        "price_per_gpu_hour": price,
     }
     try:
         write_json(run_dir / LAUNCH_FILE, record)
     except OSError as error:
         cause = f"{run_dir / LAUNCH_FILE} cannot be written: {error.strerror}"
         raise WeftError(f"{on} accepted job {id}, but {cause}") from error
-    return SubmittedJob(run_dir, on, id)
 
 
 # --------------------------------------------------------------------------- submitted jobs
@@ -367,6 +376,29 @@ class SubmittedJob:
     def is_active(self) -> bool:
         """Return True if the job has not ended."""
         return is_active(self.status())
+
+    def resume(self) -> SubmittedJob:
+        """Submit the job again after it has ended; the run resumes from its checkpoint.
+
+        The file of the job is submitted as it is in the run directory, with the user's changes.
+
+        Raises:
+            InvalidConfig: if the job has not ended, or its file is gone.
+        """
+        record = json.loads((self.run_dir / LAUNCH_FILE).read_text("utf-8"))
+        module = get_cluster(self.on)
+        path = self.run_dir / record.get("file", f"launch{module.FILE_SUFFIX}")
+        rule = remedy = ""
+        if is_active(status := module.status(self.id)):
+            rule, remedy = f"has an active job {self.id}: {status}", "wait, or run weft job cancel"
+        elif not path.is_file():
+            rule, remedy = f"has no {path.name} to submit again", "use weft launch"
+        if rule:
+            raise InvalidConfig([ConfigError("RUN", str(self.run_dir), rule, remedy)])
+        id = module.resubmit(path, self.id)
+        price = float(record.get("price_per_gpu_hour", 0.0))
+        _write_record(self.run_dir, self.on, id, path.name, price)
+        return SubmittedJob(self.run_dir, self.on, id)
 
     def cancel(self) -> str:
         """See `Cluster.cancel`."""
