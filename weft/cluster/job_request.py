@@ -105,7 +105,7 @@ class Cluster(Protocol):
         """Submit the file; return the job id."""
 
     def resubmit(self, path: Path, id: str) -> str:
-        """Submit the file of an ended job again, so that its run resumes; return the job id."""
+        """Submit the file of an ended job again to resume; return the job id."""
 
     def status(self, id: str) -> str:
         """Return one line: 'waiting...', 'running...' with nodes, or how the job ended."""

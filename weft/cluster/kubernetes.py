@@ -340,7 +340,7 @@ def status(id: str) -> str:
 
 
 class EndedPod(NamedTuple):
-    """A pod whose container has ended by itself: its node, exit status, and last message."""
+    """A pod whose container has ended: node, exit status, and last message."""
 
     node: str
     status: int
@@ -348,7 +348,7 @@ class EndedPod(NamedTuple):
 
 
 def _ended_pods(space: str, kind: str, name: str) -> list[EndedPod]:
-    """Return the pods that failed, in the order of their ends, without those that saved."""
+    """Return the failed pods in the order of their ends."""
     output = _kubectl(space, "get", "pods", "-l", _pod_selector(kind, name), "-o", "json")
     found = []
     for pod in json.loads(output or '{"items": []}')["items"]:

@@ -28,8 +28,8 @@ LOST_SECONDS = 600  # of a job: a few minutes each to start and to save before t
 # How a run continues after the time limit.  SkyPilot has none.
 WITH_TIME_LIMIT = {
     "slurm": "Slurm requeues it.",
-    "kubernetes": "Each time, run 'weft job cancel' and the same 'weft launch' command.",
-    "sagemaker": "Each time, run the same 'weft launch' command, which resumes the run.",
+    "kubernetes": "Each time, run 'weft job resume', which resumes the run.",
+    "sagemaker": "Each time, run 'weft job resume', which resumes the run.",
 }
 
 
