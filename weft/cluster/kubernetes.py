@@ -368,7 +368,7 @@ def _ended_pods(space: str, kind: str, name: str) -> list[EndedPod]:
 
 
 def resubmit(path: Path, id: str) -> str:
-    """Create the job again, away from the nodes that it found unhealthy; return its id."""
+    """Create the job again, away from unhealthy nodes; return its id."""
     import yaml
 
     space, kind, name = id.split("/")
