@@ -621,7 +621,7 @@ class ReaderClient:
             try:
                 self._send(needed, soon)
                 for line in self._stream if needed else ():
-                    answer = json.loads(line)
+                    answer, num_attempts = json.loads(line), 0
                     if "done" in answer:
                         return
                     if failed := answer.get("failed"):
