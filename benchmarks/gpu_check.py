@@ -55,6 +55,7 @@ from weft.config.schema import replace as changed
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.plan.devices import GIB
 from weft.tools.experiment import failure_reason
+from weft.train.machine import detect_machine
 
 CHECK_SECONDS = 20 * 60.0
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
@@ -408,6 +409,7 @@ def main() -> int:
         keys = [(key, value) for key, value in options.items() if value is not None]
         job, _, errors = read_job("demo", keys)
         errors.raise_any()
+        detect_machine(job.run)  # raises if the machine has no such device
         return run_gpu_check(job, command)
     except InvalidConfig as error:
         print(error, file=sys.stderr)
