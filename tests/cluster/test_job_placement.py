@@ -11,7 +11,12 @@ import yaml
 from tests.cluster.requests import format_errors, request
 from tests.harness import ROOT
 from weft.cluster import job_placement, kubernetes, sagemaker, skypilot, slurm
-from weft.cluster.job_placement import check_job_paths, find_unused_keys, merge_fields
+from weft.cluster.job_placement import (
+    check_job_paths,
+    find_local_modules,
+    find_unused_keys,
+    merge_fields,
+)
 from weft.cluster.submit import CLUSTERS, get_cluster
 from weft.config.errors import InvalidConfig
 from weft.config.schema import LaunchSection
@@ -67,6 +72,23 @@ def test_path_on_slurm_needs_a_mount_only_in_a_container() -> None:
     path = ("data.path", "/fsx/web")
     assert check_job_paths("slurm", request(path).job) == []
     assert [e.key for e in check_job_paths("slurm", request(IMAGE, path).job)] == ["data.path"]
+
+
+def test_module_of_this_directory_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes do not have it; on Slurm without an image the job starts in this directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    job = request(
+        IMAGE, ("data.path", "mine:texts"), ("monitor.trackers", "weft.x:y,mine:Tracker")
+    ).job
+    warnings = list(find_local_modules("kubernetes", job))
+    assert [each.partition(" is in")[0] for each in warnings] == [
+        "data.path=mine:texts",
+        "monitor.trackers=mine:Tracker",
+    ]
+    assert list(find_local_modules("slurm", request(("data.path", "mine:texts")).job)) == []
 
 
 def test_run_directory_below_a_mount_is_the_one_of_the_nodes() -> None:

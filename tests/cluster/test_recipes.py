@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.requests import format_errors
 from tests.train.test_environment import NODE
+from weft.cluster.job_placement import check_job_paths
 from weft.cluster.submit import CLUSTERS, JobRequest, build_request, get_cluster
 from weft.config.errors import InvalidConfig
 from weft.config.files import write_json
@@ -29,13 +30,23 @@ from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve_nodes
 from weft.train.environment import apply_environment
 
-# What a user adds to a recipe for each kind of cluster.
+PODS = {
+    "image": "registry/weft:1",
+    "instance_type": "p5.48xlarge",
+    "mounts": {"/runs": "pvc:runs", "/shared": "pvc:shared"},
+}
+# What a user adds to a recipe for each kind of cluster; the first word is the cluster.
 LAUNCH: dict[str, dict[str, object]] = {
     "slurm": {},
-    "kubernetes": {
-        "image": "registry/weft:1",
-        "mounts": {"/runs": "pvc:shared", "/shared": "image"},
+    "slurm pyxis": {"image": "nvcr.io/team/weft:1", "mounts": {"/shared": "host:/shared"}},
+    "slurm apptainer": {
+        "image": "nvcr.io/team/weft:1",
+        "container": "apptainer",
+        "mounts": {"/shared": "host:/shared"},
     },
+    "kubernetes trainjob": PODS,
+    "kubernetes jobset": PODS | {"kind": "jobset", "queue": "team", "priority": "high"},
+    "kubernetes hyperpod": PODS | {"kind": "hyperpod", "queue": "team"},
     "sagemaker": {
         "image": "1.dkr.ecr.us-east-1.amazonaws.com/weft:1",
         "role": "arn:aws:iam::123456789012:role/trainer",
@@ -86,12 +97,20 @@ def slurm_request(recipe: str, directory: Path) -> JobRequest:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_launch_every_recipe_renders_on_every_cluster(recipe: str, directory: Path) -> None:
+    """Also with a model that only the nodes have, and no path that they do not have."""
     request = slurm_request(recipe, directory)
-    for kind in CLUSTERS:
-        job = replace(request.job, launch=LAUNCH[kind])
-        changed, cluster = dataclasses.replace(request, job=job), get_cluster(kind)
+    assert {name.split()[0] for name in LAUNCH} == set(CLUSTERS)
+    for kind, launch in LAUNCH.items():
+        on, job = kind.split()[0], replace(request.job, launch=launch)
+        if job.model.path:
+            job = replace(job, model={"path": "/shared/model"})
+        changed, cluster = dataclasses.replace(request, job=job), get_cluster(on)
         assert format_errors(cluster.find_errors(changed)) == ""
-        assert "weft" in cluster.render(changed)
+        assert format_errors(check_job_paths(on, job)) == ""
+        text = cluster.render(changed)
+        assert "weft" in text
+        if on in ("kubernetes", "sagemaker"):  # SkyPilot's schemas need its own environment
+            assert cluster.check(text) == []
 
 
 # --------------------------------------------------------------------------- on the nodes

@@ -23,7 +23,7 @@ from weft.cluster.nccl_log import find_instance_type
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path
 from weft.config.run_paths import PATH_KEYS
-from weft.config.schema import Job, LaunchSection
+from weft.config.schema import Job, LaunchSection, flatten
 from weft.plan.model_config import SMALL_FILES
 
 RUNS = "/runs"  # directory of the runs in a container, unless run.dir is below another mount
@@ -452,6 +452,24 @@ def check_job_paths(on: str, job: Job) -> ConfigErrors:
             remedy = f"give --launch.mounts.{top} VALUE: {' or '.join(examples)}, or image if the "
             errors.add(key, rule, remedy + f"image has {top}", value=path)
     return errors
+
+
+USER_OBJECT = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def find_local_modules(on: str, job: Job) -> Iterator[str]:
+    """Yield a warning for each ``module:object`` whose module is in this directory."""
+    if on == "slurm" and job.launch.image == "auto":
+        return  # the job starts in this directory
+    for key, value in flatten(job).items():
+        for text in value if isinstance(value, list | dict) else (value,):
+            match = USER_OBJECT.fullmatch(text) if isinstance(text, str) else None
+            if match and any(Path(each).exists() for each in (match[1], f"{match[1]}.py")):
+                yield (
+                    f"{key}={text} is in a module of this directory, which the nodes do not have. "
+                    "Install the module in the image, or add its directory there to PYTHONPATH "
+                    "with launch.env."
+                )
 
 
 # --------------------------------------------------------------------------- patch

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-from weft.cluster.job_placement import find_unused_keys
+from weft.cluster.job_placement import find_local_modules, find_unused_keys
 from weft.cluster.job_request import JobRequest
 from weft.cluster.submit import get_cluster
 from weft.config.errors import InvalidConfig
@@ -36,6 +36,7 @@ WITH_TIME_LIMIT = {
 def print_warnings(on: str, request: JobRequest) -> None:
     """Print the warnings about a request on stderr."""
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
+    warnings += find_local_modules(on, request.job)
     warnings += find_separate_preparation(on, request)
     warnings += find_short_limit(on, request)
     warnings += find_missing_webhook(on, request, os.environ)
