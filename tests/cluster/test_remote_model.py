@@ -19,10 +19,12 @@ from tests.cluster.test_sagemaker import IMAGE, LAUNCH
 from tests.harness import ROOT
 from tests.tools.test_peft_import import write_model
 from weft.cluster import sagemaker
-from weft.cluster.submit import build_request, submit
+from weft.cluster.submit import build_preparation, build_request, submit
 from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.config.remote_files import fetch_files
 from weft.config.storage import open_directory
+from weft.data.prepare import prepare_store
 from weft.plan.plan import Machine
 
 pytest.importorskip("s3fs", reason="needs weft[s3]")
@@ -156,7 +158,91 @@ def test_launch_uploads_the_tokenizer_that_only_this_machine_has(
     assert stored == Path("tok/tokenizer.json").read_bytes()
 
 
-# --------------------------------------------------------------------------- the whole job
+# --------------------------------------------------------------------------- whole jobs
+
+
+def run_containers(
+    body: dict[str, Any], hosts: list[str], directory: Path
+) -> list[tuple[int, str]]:
+    """Run the entry point in the containers of a request; return statuses and outputs."""
+    processes = []
+    for host in hosts:
+        base = directory / host / "opt ml"
+        config = base / "input/config"
+        config.mkdir(parents=True)
+        resources = {"hosts": hosts, "current_host": host}
+        (config / "resourceconfig.json").write_text(json.dumps(resources))
+        parameters = json.dumps(body["HyperParameters"]).replace("/opt/ml", str(base))
+        (config / "hyperparameters.json").write_text(parameters)
+        channels: dict[str, Any] = {}
+        for channel in body.get("InputDataConfig", []):
+            uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
+            channels[channel["ChannelName"]] = {}
+            target = base / "input/data" / channel["ChannelName"]
+            target.mkdir(parents=True)
+            for item in open_directory(uri.rstrip("/")).iterdir():
+                (target / item.name).write_bytes(item.read_bytes())
+        (config / "inputdataconfig.json").write_text(json.dumps(channels))
+        environment = os.environ | {
+            "SAGEMAKER_BASE_DIR": str(base),
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(directory / host / "cache of the node"),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            **body.get("Environment", {}),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "weft.cluster.sagemaker_entry"],
+                env=environment,
+                cwd=base,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(each.returncode, text) for each, text in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_data_prepare_on_sagemaker_is_divided_among_the_hosts(
+    bucket: Any, model: str, tmp_path: Path
+) -> None:
+    """All hosts read the data at their address, so that they prepare the same store."""
+    (tmp_path / "texts").mkdir()
+    for part in range(4):
+        rows = [json.dumps({"text": f"def f{n}_{part}(x): return x\n" * 20}) for n in range(300)]
+        (tmp_path / f"texts/{part}.jsonl").write_text("\n".join(rows))
+    upload(tmp_path / "texts", bucket / "texts")
+    keys = [(f"launch.{name}", value) for name, value in LAUNCH.items() if name != "bucket"]
+    keys += [IMAGE, ("launch.bucket", f"{bucket}"), ("data.path", f"{bucket}texts/")]
+    keys += [
+        ("data.tokenizer", "local-model/tokenizer.json"),
+        ("launch.instance_type", "ml.c5.xlarge"),
+    ]
+    keys += [("data.cache_dir", f"{bucket}tokens")]
+    job, _, errors = read_job("demo", keys)
+    assert not errors
+    request = build_preparation("sagemaker", "demo", keys, job, 2)
+    text = sagemaker.render(request)
+    assert sagemaker.check(text) == []
+    body = json.loads(text)
+    assert body["HyperParameters"]["data.path"] == f"{bucket}texts/"
+    assert "InputDataConfig" not in body
+    submit("sagemaker", request, text)
+    results = run_containers(body, ["algo-1", "algo-2"], tmp_path)
+    assert [status for status, _ in results] == [0, 0], "\n".join(out for _, out in results)
+    [store] = [manifest.parent for manifest in (bucket / "tokens").rglob("store.json")]
+    local = job.data.model_copy(update={"tokenizer": str(tmp_path / "local-model/tokenizer.json")})
+    alone = prepare_store(local, tmp_path / "alone")
+    names = sorted(path.name for path in alone.path.glob("*.bin"))
+    assert len(names) >= 2
+    for name in ("store.json", *names):
+        assert (store / name).read_bytes() == (alone.path / name).read_bytes()
 
 
 @pytest.mark.slow
@@ -204,41 +290,9 @@ rank = 4
     assert job.status() == "completed"  # moto's jobs are complete at once
     body = json.loads(text)
 
-    base = tmp_path / "opt ml"
-    config = base / "input/config"
-    config.mkdir(parents=True)
-    resources = {"hosts": ["algo-1"], "current_host": "algo-1"}
-    (config / "resourceconfig.json").write_text(json.dumps(resources))
-    parameters = body["HyperParameters"]
-    (config / "hyperparameters.json").write_text(
-        json.dumps(parameters).replace("/opt/ml", str(base))
-    )
-    names = {}
-    for channel in body["InputDataConfig"]:
-        uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
-        names[channel["ChannelName"]] = {}
-        directory = base / "input/data" / channel["ChannelName"]
-        directory.mkdir(parents=True)
-        for item in open_directory(uri.rstrip("/")).iterdir():
-            (directory / item.name).write_bytes(item.read_bytes())
-    (config / "inputdataconfig.json").write_text(json.dumps(names))
-    environment = os.environ | {
-        "SAGEMAKER_BASE_DIR": str(base),
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path / "cache of the node"),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **body.get("Environment", {}),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "weft.cluster.sagemaker_entry"],
-        env=environment,
-        cwd=base,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4/4" in done.stdout
+    [(status, output)] = run_containers(body, ["algo-1"], tmp_path)
+    assert status == 0, output
+    assert "step 4/4" in output
+    base = tmp_path / "algo-1/opt ml"
     assert {"config.json", "model.safetensors"} <= set(os.listdir(base / "model"))
     assert not (base / "output/failure").exists()

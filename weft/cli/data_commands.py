@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from weft.data.dataset import Dataset
 
 SUMMARY, _, EXAMPLES = (__doc__ or "").partition("\n\n")
-PREPARE_CLUSTERS = ("ray", "slurm", "kubernetes")
+PREPARE_CLUSTERS = ("ray", "slurm", "kubernetes", "sagemaker")
 ON_HELP = "start workers on a cluster, which prepare the data together in data.cache_dir=s3://..."
 WORKERS_HELP = "number of workers of --on (default: one per node of Ray's cluster; else 1)"
 VERIFY_HELP = """\
@@ -108,7 +108,8 @@ def prepare_on_cluster(options: argparse.Namespace) -> None:
     job, recipe, overrides = read_data_job(options)
     check_shared_cache(job.data)
     if options.on == "ray":
-        print("\n".join(prepare_on_ray(absolute_paths(job).data, options.workers)))
+        data = absolute_paths(with_tokenizer_of_model(job)).data
+        print("\n".join(prepare_on_ray(data, options.workers)))
         return
     request = build_preparation(options.on, recipe, overrides, job, options.workers or 1)
     text = get_cluster(options.on).render(request)
@@ -143,7 +144,7 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
 
-    job, _, _ = read_data_job(options)
+    job = with_tokenizer_of_model(read_data_job(options)[0])
     console = quiet_console(sys.stderr)
     with show_progress(console) as show:
         report = hydrate_when_reading(job.data, show, console.print)
@@ -152,20 +153,29 @@ def prepare_named_data(options: argparse.Namespace) -> Dataset:
 
 def read_data_job(options: argparse.Namespace) -> tuple[Job, str, list[tuple[str, str]]]:
     """Read the recipe, or the default one of a path; return name and overrides, too."""
-    from weft.plan.model_config import take_tokenizer
-    from weft.train.job_checks import check_tokenizer_run
-
     is_recipe = options.what in recipe_names() or options.what.endswith(".toml")
     is_recipe = is_recipe or (Path(options.what) / JOB_FILE).is_file()
     recipe = options.what if is_recipe else "demo"
     path = [] if is_recipe else [("data.path", options.what)]
     overrides = [*path, *options.overrides]
     job, _, errors = read_job(recipe, overrides, options.errors)
-    with errors.collect():
-        job = take_tokenizer(job)
-    errors += check_tokenizer_run(job.data.tokenizer)
     errors.raise_any()
     return job, recipe, overrides
+
+
+def with_tokenizer_of_model(job: Job) -> Job:
+    """Return a job with the tokenizer of ``model.path``, unless it names one.
+
+    Raises:
+        InvalidConfig: if there is no such model, or the tokenizer's run is damaged.
+    """
+    from weft.plan.model_config import take_tokenizer
+    from weft.train.job_checks import check_tokenizer_run
+
+    job = take_tokenizer(job)
+    if found := check_tokenizer_run(job.data.tokenizer):
+        raise InvalidConfig(found)
+    return job
 
 
 def run_data_verify(options: argparse.Namespace) -> int:

@@ -43,6 +43,7 @@ from weft.cluster.sagemaker_storage import (
 from weft.config.errors import ConfigErrors, WeftError, suggest
 from weft.config.files import replace_text
 from weft.config.schema import Job
+from weft.config.storage import is_bucket_url
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = "-request.json"  # launch.json is the record of the submission
@@ -198,21 +199,27 @@ def _environment(request: JobRequest) -> dict[str, str]:
 def _hyperparameters(request: JobRequest) -> dict[str, str]:
     """Return the recipe, and the overrides with the paths of the container."""
     parameters = {"recipe": request.recipe, **request.overrides}
-    del parameters[RUN_DIR]  # a path of this machine
+    parameters.pop(RUN_DIR, None)  # a path of this machine
+    if not request.trains:
+        parameters["program"] = " ".join(request.program)
     if standalone_recipe(request) is not None:
         parameters["recipe"] = f"{CHANNELS}/recipe/recipe.toml"
     if s3_data(request.job):
         parameters["data.path"] = f"{CHANNELS}/training"
-    if request.nodes[1] > 1 and request.job.checkpoint.is_in_run_dir:
+    if request.trains and request.nodes[1] > 1 and request.job.checkpoint.is_in_run_dir:
         parameters["checkpoint.dir"] = f"{_s3_prefix(request)}/checkpoints"
     return parameters
 
 
 def s3_data(job: Job) -> str | None:
-    """Return ``data.path`` if it is a prefix in S3, which becomes a channel."""
+    """Return ``data.path`` if it is a prefix in S3, which becomes a channel.
+
+    With a cache in a bucket, all hosts must see the same files at the same address and time.
+    """
     path = job.data.path
     is_prefix = path.startswith("s3://") and not re.search(r"[*?\[]", path)
-    return path if is_prefix and not job.data.is_mixture else None
+    is_alone = not job.data.is_mixture and not is_bucket_url(job.data.cache_dir)
+    return path if is_prefix and is_alone else None
 
 
 def _channels(request: JobRequest) -> list[dict[str, Any]]:

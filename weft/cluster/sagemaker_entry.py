@@ -14,7 +14,8 @@ SageMaker's configuration files, and ``weft train`` starts the ranks.
 
 In both cases this process only supervises a child process, so that it can report a killed child:
 
-*hyperparameters*: ``recipe`` names the recipe; all others are ``--section.key value``.
+*hyperparameters*: ``recipe`` names the recipe, and ``program`` another command than ``train``
+(``data prepare``); all others are ``--section.key value``.
 *data*: ``data.path`` is the channel ``training`` or ``train``, if one exists.
 *mounts*: the directories of ``launch.mounts`` become links to their channels; ``/fsx`` and ``/efs``
 to the channels ``fsx`` and ``efs``.
@@ -192,6 +193,20 @@ def to_toml(value: object) -> str:
     return json.dumps(value)
 
 
+def take_program(pairs: Overrides) -> tuple[list[str], Overrides]:
+    """Return the command of weft, and the hyperparameters without it."""
+    program = next((value for key, value in pairs if key == "program"), "train")
+    return program.split(), [pair for pair in pairs if pair[0] != "program"]
+
+
+def prepare_arguments(pairs: Overrides) -> tuple[list[str], Job]:
+    """Return the arguments of ``weft data prepare``, and the job that they make."""
+    given = [(key.replace("-", "_"), value) for key, value in pairs if key != "recipe"]
+    recipe = dict(pairs)["recipe"]
+    words = (word for key, value in given for word in (f"--{key}", value))
+    return [recipe, *words], read_job(recipe, given)[0]
+
+
 def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], Job]:
     """Return the arguments of ``weft train``, and the job that they make.
 
@@ -344,7 +359,9 @@ def main() -> None:
         pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
         mounts, table = decode_mounts(environment), read_text(Path("/proc/self/mountinfo"))
         link_mounts(mounts, container.channels, table, Path("/")).raise_any()
-        arguments, job = train_arguments(pairs, container)
+        program, pairs = take_program(pairs)
+        trains = program == ["train"]
+        arguments, job = train_arguments(pairs, container) if trains else prepare_arguments(pairs)
         check_mounts(mounts, job, table, Path("/")).raise_any()
         environment |= {
             "SM_HOSTS": json.dumps(container.hosts),
@@ -359,8 +376,8 @@ def main() -> None:
     if harmful and is_first:
         print(f"weft: removed the toolkit's {', '.join(harmful)}", file=sys.stderr)
     run_dir = Path(job.run.dir)
-    status, tail = run_weft(["train", *arguments], environment)
-    if status == 0 and is_first:
+    status, tail = run_weft([*program, *arguments], environment)
+    if status == 0 and is_first and trains:
         status, tail = export_model(run_dir, container.model, environment)
     if status:
         if status > 0:

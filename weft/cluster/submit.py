@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,9 +114,7 @@ def build_request(
     except InvalidConfig as error:
         errors.add_independent(map(explain_absent_model, error.errors))
     sent, uploads = find_uploads(on, job, name) if on in CLUSTERS else ({}, {})
-    for key, url in sent.items():
-        section, _, field = key.partition(".")
-        job = changed(job, **{section: {field: url}})
+    job = _with_urls(job, sent)
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     request = JobRequest(
         name,
@@ -162,6 +160,14 @@ def upload_files(request: JobRequest) -> None:
             raise WeftError(f"{file} cannot be uploaded to {url}: {error}") from error
 
 
+def _with_urls(job: Job, urls: Mapping[str, str]) -> Job:
+    """Return a job with URLs in place of files of this machine."""
+    for key, url in urls.items():
+        section, _, field = key.partition(".")
+        job = changed(job, **{section: {field: url}})
+    return job
+
+
 def build_preparation(
     on: str, recipe: str, overrides: Sequence[tuple[str, str]], job: Job, num_workers: int
 ) -> JobRequest:
@@ -184,8 +190,12 @@ def build_preparation(
     run_dir = run_dir.absolute()
     name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "prepare"
     pairs = {key: value for key, value in overrides if not key.startswith(("launch.", "run."))}
+    sent, uploads = find_uploads(on, job, name)
+    job, pairs = _with_urls(job, sent), pairs | sent
     nodes, program = (num_workers, num_workers), ("data", "prepare")
-    request = JobRequest(name, recipe, pairs, job, nodes, 0, run_dir, program=program)
+    request = JobRequest(
+        *(name, recipe, pairs, job, nodes, 0, run_dir), uploads=uploads, program=program
+    )
     errors = ConfigErrors(check_paths(request))
     errors += check_job_paths(on, job)
     errors += get_cluster(on).find_errors(request)

@@ -77,6 +77,7 @@ from weft.data.token_store import (
 from weft.data.tokenizer import read_tokenizer
 from weft.data.tokenizer_training import train_tokenizer
 from weft.data.workers import Advance, ignore_progress
+from weft.plan.model_config import fetch_data_files
 from weft.plan.vocabulary import add_tokens, new_tokens
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def prepare_data(section: DataSection, cache: Path, progress: Report | None = No
     Sources of a mixture may be prepared stores of one tokenizer, and text beside conversations.
     """
     report, local = progress or (lambda _: None), local_cache(section, cache)
+    section = fetch_data_files(section)
     training = section.for_training
     if section.is_mixture:
         stores = _prepare_mixture(training, cache, report)

@@ -18,7 +18,15 @@ from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path, open_regular
 from weft.config.reader import check_section, read_job
 from weft.config.remote_files import fetch_beside, fetch_files
-from weft.config.schema import CHANGEABLE_KEYS, POSITION_KEYS, Job, ModelSection, Section, replace
+from weft.config.schema import (
+    CHANGEABLE_KEYS,
+    POSITION_KEYS,
+    DataSection,
+    Job,
+    ModelSection,
+    Section,
+    replace,
+)
 from weft.config.storage import is_bucket_url
 from weft.models import FAMILIES, load_family
 from weft.models.hf_mapping import (
@@ -236,18 +244,22 @@ def take_tokenizer(job: Job) -> Job:
     return replace(job, data={"tokenizer": str(file)})
 
 
-def fetch_data_files(job: Job) -> tuple[Job, list[ConfigError]]:
-    """Return a job whose tokenizer and chat template are files of this machine.
+def fetch_data_files(data: DataSection) -> DataSection:
+    """Return a section whose tokenizer and chat template are files of this machine.
 
     Those of an object store are copied: see `weft.config.remote_files`.
+
+    Raises:
+        InvalidConfig: if one cannot be read.
     """
-    errors, changes = ConfigErrors(job), dict[str, str]()
+    errors, changes = ConfigErrors(), dict[str, str]()
     for name in ("tokenizer", "chat_template"):
-        url = getattr(job.data, name)
+        url = getattr(data, name)
         if is_bucket_url(url):
             with errors.collect():
                 changes[name] = str(fetch_beside(url, SMALL_FILES, f"data.{name}"))
-    return replace(job, data=changes), errors
+    errors.raise_any()
+    return data.model_copy(update=changes)
 
 
 def _find_new_ids(run_dir: Path) -> tuple[int, ...]:

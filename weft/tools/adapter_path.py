@@ -99,9 +99,10 @@ def locate_import(source: Path, base: str) -> tuple[Path, Path | None]:
 
 def adopt_paths(job: Job, recipe: Job, run_dir: Path) -> tuple[Job, list[ConfigError]]:
     """Return the job with what its paths name, and its files on this machine."""
-    job, errors = fetch_data_files(job)
-    if errors:
-        return job, errors
+    try:
+        job = job.model_copy(update={"data": fetch_data_files(job.data)})
+    except InvalidConfig as error:
+        return job, error.errors
     adopt = adopt_adapter if job.lora.path else adopt_model
     return adopt(job, recipe, run_dir)
 
