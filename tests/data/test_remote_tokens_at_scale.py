@@ -27,7 +27,15 @@ from weft.config.schema import DataSection
 from weft.data.dataset import dataset_from_store
 from weft.data.loader import Loader, build_mixture
 from weft.data.prepare import open_bucket_store
-from weft.data.token_store import STORE_FILE, Shard, Split, Store, hash_blocks, hash_tokens
+from weft.data.token_store import (
+    STORE_FILE,
+    Shard,
+    Split,
+    Store,
+    hash_blocks,
+    hash_tokens,
+    open_store,
+)
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
 pytestmark = [
@@ -108,7 +116,8 @@ def train_as_node(
     """
     rank, start = dist.get_rank(), time.monotonic()
     section = section.model_copy(update={"node_cache_dir": f"{section.node_cache_dir}{rank}"})
-    store = open_bucket_store(section.path, section)
+    is_local = "://" not in section.path
+    store = open_store(section.path) if is_local else open_bucket_store(section.path, section)
     loader = open_loader(store, section, rank, dist.get_world_size(), steps.stop)
     rows, first = [], 0.0
     for step in steps:
@@ -159,6 +168,30 @@ def test_four_nodes_read_what_they_train_on_once(
     print(f"\nread {fetched:,} bytes in {requests} requests for windows of {needed:,} bytes:")
     print(f"{fetched / needed:.3f} times")
     assert fetched < 1.05 * needed
+
+
+def test_latency_of_the_bucket_is_hidden_behind_the_steps(
+    server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With 50 ms for each request, against the store on a disk."""
+    store = make_random_store(tmp_path, 30_000_000, 8, 300, 1 << 20)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    slow, steps = s3.Proxy(server, 0.05), range(60)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{slow.port}")
+    try:
+        seconds = {}
+        local = section_of(str(store.path), tmp_path / "local")
+        remote = section_of(upload(store, "latency"), tmp_path / "node")
+        for name, section in (("local", local), ("bucket", remote)):
+            results = run_ranks(train_as_node, 2, section, steps, 0.2, timeout=300)
+            seconds[name] = max(rest for _, _, rest in results)
+            print(f"\n{name}: first batch {max(f for _, f, _ in results):.2f} s", end="")
+            print(f", the other {len(steps) - 1} steps {seconds[name]:.2f} s")
+    finally:
+        slow.close()
+    assert seconds["local"] / seconds["bucket"] >= 0.95
 
 
 def test_4_2_and_3_nodes_train_on_the_samples_of_one(

@@ -65,7 +65,9 @@ from weft.data.remote_tokens import (
 from weft.data.token_store import Ints, SplitName, Store, TokenStream
 
 LOOKUP_POSITIONS = 512  # positions per lookup
-MAX_NAMED_STEPS = 64  # whose blocks of a store in a bucket a rank names in advance
+# Steps whose blocks of a store in a bucket a rank names in advance: enough to hide the latency of
+# the requests, and few enough that a small cache holds their blocks.
+MIN_NAMED_STEPS, MAX_NAMED_STEPS = 16, 64
 IGNORE_INDEX = -100  # target without loss, as in torch's cross_entropy
 
 Packing = Literal["windows", "documents"]
@@ -822,7 +824,7 @@ class Loader:
 
     def _announce(self, consumed: int, part: tuple[int, int]) -> None:
         """Name the blocks of this and the next steps, unless most are named already."""
-        num_steps = max(2, min(MAX_NAMED_STEPS, LOOKUP_POSITIONS // part[1]))
+        num_steps = max(MIN_NAMED_STEPS, min(MAX_NAMED_STEPS, LOOKUP_POSITIONS // part[1]))
         for position, named_part, steps in self._announced:
             num_since, rest = divmod(consumed - position, self.global_batch_size)
             if not rest and named_part == part and 0 <= num_since < max(1, steps // 2):
