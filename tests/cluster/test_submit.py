@@ -144,6 +144,28 @@ def test_submitted_job_of_a_copied_directory_is_the_originals_job(tmp_path: Path
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(
+    ("line", "is_error"),
+    [
+        ("sbatch: fatal: Could not establish a configuration source", False),
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", False),
+        ("sbatch: error: invalid partition specified: x", True),
+    ],
+)
+def test_check_of_sbatch_without_a_cluster_is_a_warning(
+    line: str,
+    is_error: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A laptop may have Slurm's commands; a dry run works there."""
+    fake_tool(tmp_path, monkeypatch, "sbatch", f"echo '{line}' >&2; exit 1")
+    assert bool(slurm.check("#!/bin/bash")) == is_error
+    assert ("not checked against the cluster" in capsys.readouterr().err) != is_error
+
+
+@pytest.mark.system
 def test_job_resume_submits_an_ended_job_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

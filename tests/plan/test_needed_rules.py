@@ -310,6 +310,7 @@ MEANING = "the code runs, but no model or job is defined so"
 MANY = "18 ranks fail: reshard_after_forward=4 does not divide the 9 ranks of a shard group"
 NEVER = "the job has a value that it never uses: a later step, a second range, a second length"
 LESS = "the job runs, and reports less than the key promises"
+SECRET = "the run would show the secret"
 CUDA = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", peer_access=True, capability=(9, 0))
 OTHER_DEVICE = Machine("hostdev", 2, "Host Device")
 PCIE = dataclasses.replace(CUDA, peer_access=False)
@@ -332,6 +333,8 @@ class NotRun(NamedTuple):
 COMPILED = "compile.enable=true"
 NOT_RUN = [
     # weft.plan.degrees, weft.plan.resolve
+    NotRun("monitor.prometheus", "is not HOST:PORT", "monitor.prometheus=9400", MEANING),
+    NotRun("monitor.webhook", "is not env:NAME", "monitor.webhook=https://a/b", SECRET),
     NotRun(
         "parallel.tp",
         "does not divide the 3 ranks",

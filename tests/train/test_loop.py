@@ -241,7 +241,7 @@ def test_credentials_in_urls_are_refused_and_not_shown(
 
 
 def test_run_dir_in_a_store_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"only checkpoint\.dir may be s3://bucket/prefix"):
+    with pytest.raises(InvalidConfig, match=r"checkpoint\.dir and data\.cache_dir may be s3://"):
         prepare_job("demo", [("run.dir", "s3://bucket/run")])
 
 

@@ -48,6 +48,7 @@ from weft.cluster.job_request import (
     render_template,
     run_cli,
     standalone_recipe,
+    warn_unchecked,
 )
 from weft.cluster.requeue import REQUEUE_DIR
 from weft.config.errors import ConfigErrors, WeftError
@@ -132,6 +133,8 @@ REMEDIES = {
 }
 # With one of these options, weft does not request exclusive nodes.
 SHARING_OPTIONS = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu", "mincpus")
+# What sbatch says where Slurm is installed, but no cluster answers: nothing about the job.
+UNREACHABLE = "Could not establish a configuration source|Unable to contact slurm controller"
 _slurm = partial(run_cli, remedy="use a host of the cluster that has Slurm's commands")
 
 
@@ -399,6 +402,8 @@ def check(text: str) -> list[str]:
             # Several lines report one failure: sbatch says first what, then why.
             lines = result.stderr.splitlines() or [f"exited with status {result.returncode}"]
             message = "; ".join(lines)
+            if command[0] == "sbatch" and re.search(UNREACHABLE, message):
+                return warn_unchecked(f"the cluster ({lines[-1]})", "use a host of the cluster")
             remedies = [each for text, each in REMEDIES.items() if re.search(text, message)]
             return [". ".join([f"{shlex.join(command)}: {message}", *remedies[:1]])]
     if re.search("^srun .*--container-image=", text, re.MULTILINE) and shutil.which("srun"):

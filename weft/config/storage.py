@@ -25,8 +25,6 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-import numpy as np
-
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import MAX_ATTEMPTS, check_url, storage_options, sync_directory
 
@@ -209,6 +207,8 @@ def read_range(path: Path, start: int, stop: int) -> memoryview:
 
 def allocate_buffer(size: int) -> memoryview:
     """Return uninitialized memory of ``size`` bytes."""
+    import numpy as np  # which the command line need not wait for
+
     return memoryview(np.empty(size, np.uint8).data)
 
 

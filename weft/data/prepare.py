@@ -345,7 +345,9 @@ def _prepare_corpus(
             _train_tokenizer(file, [corpus], section, report, shared)
         else:
             write_durably(file, read_tokenizer(given.file, given.new_tokens))
-        encoder = (given or load_encoder(file, section.start_token))._replace(file=file)
+        encoder = given or load_encoder(file, section.start_token)
+        if not isinstance(corpus, TokenCorpus):  # which reads the files beside the user's
+            encoder = encoder._replace(file=file)
         # Processes that tokenize, and users of the store, read its separator and start tokens.
         start = encoder.affixes.start if section.is_text else None
         write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
