@@ -116,3 +116,11 @@ def store_path(text_dir: Path, shared_dir: Path) -> Path:
     cache = make_once(shared_dir / "cache", lambda directory: make_store(text_dir, directory))
     (store,) = (cache / "stores").iterdir()
     return store
+
+
+@pytest.fixture(autouse=True)
+def forget_object_stores() -> Iterator[None]:
+    """Drop the clients of S3 after each test: they keep the endpoint of the first one."""
+    yield
+    if s3fs := sys.modules.get("s3fs"):
+        s3fs.S3FileSystem.clear_instance_cache()

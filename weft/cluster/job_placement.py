@@ -24,7 +24,7 @@ from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
 from weft.config.run_paths import PATH_KEYS
 from weft.config.schema import Job, LaunchSection, flatten
-from weft.plan.model_config import SMALL_FILES
+from weft.plan.tokenizer_conversion import SMALL_FILES
 
 RUNS = "/runs"  # directory of the runs in a container, unless run.dir is below another mount
 # Keys with directories that each node may have for itself.

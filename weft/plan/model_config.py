@@ -21,7 +21,6 @@ from weft.config.remote_files import fetch_beside, fetch_files
 from weft.config.schema import (
     CHANGEABLE_KEYS,
     POSITION_KEYS,
-    DataSection,
     Job,
     ModelSection,
     Section,
@@ -37,7 +36,7 @@ from weft.models.hf_mapping import (
     from_hf_config,
     text_config,
 )
-from weft.plan.tokenizer_conversion import ORIGINALS, with_tokenizer
+from weft.plan.tokenizer_conversion import SMALL_FILES, with_tokenizer
 from weft.plan.vocabulary import count_entries, find_growth
 
 REQUIRED = "required"  # ``model.path`` of the recipes that train any model
@@ -46,7 +45,6 @@ PATH_REMEDY = (
     "the Hugging Face Hub, or the directory of a weft run"
 )
 HUB_NAME = re.compile(r"(hf://)?[\w.-]+/[\w.-]+", re.ASCII)
-SMALL_FILES = ("*.json", "*.jinja", "merges.txt", *ORIGINALS)
 WEIGHT_FILES = ("*.safetensors",)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 1 << 20, 100 << 20
@@ -242,24 +240,6 @@ def take_tokenizer(job: Job) -> Job:
         return job
     file = locate_model(job.model.path).absolute() / "tokenizer.json"
     return replace(job, data={"tokenizer": str(file)})
-
-
-def fetch_data_files(data: DataSection) -> DataSection:
-    """Return a section whose tokenizer and chat template are files of this machine.
-
-    Those of an object store are copied: see `weft.config.remote_files`.
-
-    Raises:
-        InvalidConfig: if one cannot be read.
-    """
-    errors, changes = ConfigErrors(), dict[str, str]()
-    for name in ("tokenizer", "chat_template"):
-        url = getattr(data, name)
-        if is_bucket_url(url):
-            with errors.collect():
-                changes[name] = str(fetch_beside(url, SMALL_FILES, f"data.{name}"))
-    errors.raise_any()
-    return data.model_copy(update=changes)
 
 
 def _find_new_ids(run_dir: Path) -> tuple[int, ...]:

@@ -20,11 +20,16 @@ from typing import Any
 from tokenizers import Tokenizer, models, normalizers
 from xxhash import xxh3_128
 
-from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.remote_files import fetch_beside
+from weft.config.schema import DataSection
+from weft.config.storage import is_bucket_url
 
 TOKENIZER_FILE = "tokenizer.json"
 # Names of the files, in the order in which weft looks for them.
 ORIGINALS = ("tokenizer.model", "spiece.model", "tiktoken.model", "*.tiktoken")
+# Files of a model that a tokenizer needs, and its configuration.
+SMALL_FILES = ("*.json", "*.jinja", "merges.txt", *ORIGINALS)
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")
 PACKAGES = {
     "SentencePiece": {"transformers": "transformers", "sentencepiece": "sentencepiece",
@@ -194,3 +199,21 @@ def _find_difference(tokenizer: Tokenizer, original: Path, kind: str) -> str:
         if ids != expected:
             return f"{text!r} would be {ids[:8]}, and is {expected[:8]} in {kind}"
     return ""
+
+
+def fetch_data_files(data: DataSection) -> DataSection:
+    """Return a section whose tokenizer and chat template are files of this machine.
+
+    Those of an object store are copied: see `weft.config.remote_files`.
+
+    Raises:
+        InvalidConfig: if one cannot be read.
+    """
+    errors, changes = ConfigErrors(), dict[str, str]()
+    for name in ("tokenizer", "chat_template"):
+        url = getattr(data, name)
+        if is_bucket_url(url):
+            with errors.collect():
+                changes[name] = str(fetch_beside(url, SMALL_FILES, f"data.{name}"))
+    errors.raise_any()
+    return data.model_copy(update=changes)

@@ -15,7 +15,6 @@ from weft.models.hf_mapping import TRAINING_KEYS
 from weft.plan.model_config import (
     REQUIRED,
     adopt_model,
-    fetch_data_files,
     is_complete,
     is_same_path,
     locate_model,
@@ -23,6 +22,7 @@ from weft.plan.model_config import (
     resolve_section,
     with_rows,
 )
+from weft.plan.tokenizer_conversion import fetch_data_files
 from weft.tools.hf_convert import path_exists
 from weft.tools.hf_import import store_errors
 from weft.tools.peft_config import CONFIG, read_peft_config
