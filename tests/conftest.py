@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
