@@ -125,3 +125,5 @@ def forget_object_stores() -> Iterator[None]:
     yield
     if s3fs := sys.modules.get("s3fs"):
         s3fs.S3FileSystem.clear_instance_cache()
+    if remote_tokens := sys.modules.get("weft.data.remote_tokens"):
+        remote_tokens._file_system.cache_clear()
