@@ -82,6 +82,16 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def variables(port: int) -> dict[str, str]:
+    """Return the environment of S3 clients for a gateway, or a proxy, on this port."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 

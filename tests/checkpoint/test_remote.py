@@ -49,10 +49,8 @@ def gateway() -> Iterator[int]:
 @pytest.fixture
 def proxy(gateway: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
     proxy = s3.Proxy(gateway)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in s3.variables(proxy.port).items():
+        monkeypatch.setenv(name, value)
     yield proxy
     proxy.close()
 

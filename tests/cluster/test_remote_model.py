@@ -22,7 +22,7 @@ from weft.cluster import sagemaker
 from weft.cluster.submit import build_preparation, build_request, submit
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
-from weft.config.remote_files import fetch_files
+from weft.config.remote_files import fetch_beside, fetch_files
 from weft.config.storage import open_directory
 from weft.data.prepare import prepare_store
 from weft.plan.plan import Machine
@@ -89,6 +89,20 @@ def test_fetch_copies_a_changed_file_only(bucket: Any, tmp_path: Path) -> None:
     fetch_files(url, ["*.json", "*.safetensors"], "model.path")
     assert (directory / "config.json").read_bytes() == b"[]"
     assert (directory / "model.safetensors").read_bytes() == b"12"
+
+
+def test_fetch_removes_only_copies_of_files_that_are_gone(bucket: Any) -> None:
+    """A tokenizer and a template of one directory are fetched by different patterns."""
+    for name in ("tokenizer.json", "chats.txt", "old.json"):
+        (bucket / "m" / name).write_bytes(b"{}")
+    url = f"{bucket}m"
+    template = fetch_beside(f"{url}/chats.txt", ["*.json"], "data.chat_template")
+    directory = fetch_files(url, ["*.json"], "model.path")
+    assert template.is_file()
+    (bucket / "m" / "old.json").unlink()
+    fetch_files(url, ["*.json"], "model.path")
+    assert {"tokenizer.json", "chats.txt"} <= set(os.listdir(directory))
+    assert "old.json" not in os.listdir(directory)
 
 
 def test_fetch_of_nothing_is_refused(bucket: Any) -> None:

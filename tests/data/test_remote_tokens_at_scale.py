@@ -59,10 +59,8 @@ def server() -> Iterator[int]:
 @pytest.fixture
 def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
     proxy = s3.Proxy(server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in s3.variables(proxy.port).items():
+        monkeypatch.setenv(name, value)
     yield proxy
     proxy.close()
 
@@ -175,11 +173,9 @@ def test_latency_of_the_bucket_is_hidden_behind_the_steps(
 ) -> None:
     """With 50 ms for each request, against the store on a disk."""
     store = make_random_store(tmp_path, 30_000_000, 8, 300, 1 << 20)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     slow, steps = s3.Proxy(server, 0.05), range(60)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{slow.port}")
+    for name, value in s3.variables(slow.port).items():
+        monkeypatch.setenv(name, value)
     try:
         seconds = {}
         local = section_of(str(store.path), tmp_path / "local")

@@ -246,7 +246,7 @@ class Placement:
 def make_placement(launch: LaunchSection) -> Placement:
     """Return the parsed keys of a section."""
     mounts = (parse_source(path, source) for path, source in launch.mounts.items())
-    secrets = (name_and_kind(ref) for ref in launch.secrets.values())
+    secrets = (parse_reference(ref) for ref in launch.secrets.values())
     efa, _, count = launch.network.partition(":")
     instance = find_instance_type(launch.instance_type) if efa == "auto" else None
     devices = int(count) if efa == "efa" and count.isdigit() else instance.efa if instance else 0
@@ -268,7 +268,7 @@ def parse_source(path: str, text: str) -> Mount | None:
     return Mount(str(PurePosixPath(path)), kind, rest) if kind in SOURCE_RULES else None
 
 
-def name_and_kind(text: str) -> tuple[str, str]:
+def parse_reference(text: str) -> tuple[str, str]:
     """Return kind and reference of a secret; ("", ""): it has no known kind."""
     kind, _, rest = text.partition(":")
     return (kind, rest) if kind in REFERENCE_RULES else ("", "")
@@ -335,7 +335,7 @@ def _check_secrets(on: str, job: Job) -> ConfigErrors:
             if not re.fullmatch(VARIABLE.pattern, name):
                 errors.add(f"launch.{section}.{name}", VARIABLE.rule, VARIABLE.remedy)
     for name, text in job.launch.secrets.items():
-        key, (kind, reference) = f"launch.secrets.{name}", name_and_kind(text)
+        key, (kind, reference) = f"launch.secrets.{name}", parse_reference(text)
         if not kind:
             rule = "is not a reference, and a secret itself would be visible in the job"
             # Without the value, which may be the secret.

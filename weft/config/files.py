@@ -32,6 +32,11 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def user_cache_dir() -> Path:
+    """Return weft's directory below the user's cache, which need not exist."""
+    return expand_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "weft"
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file by UTF-8 text; see `replace_bytes`."""
     replace_bytes(path, text.encode())

@@ -8,7 +8,6 @@ ETag has changed, and it appears under its name when it is complete, so processe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig, WeftError
-from weft.config.files import describe_cause, read_json, write_json
+from weft.config.files import describe_cause, read_json, user_cache_dir, write_json
 from weft.config.locks import hold_lock
 from weft.config.storage import open_directory
 
@@ -26,9 +25,8 @@ VERSIONS_FILE = ".versions.json"  # name -> size and ETag of each copied file
 
 def cached_directory(url: str) -> Path:
     """Return the directory of this machine for the files of a URL."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = url.rstrip("/").rpartition("/")[2]
-    return home / "weft" / "files" / xxh3_64_hexdigest(url.rstrip("/").encode()) / name
+    return user_cache_dir() / "files" / xxh3_64_hexdigest(url.rstrip("/").encode()) / name
 
 
 def fetch_files(url: str, patterns: Sequence[str], key: str) -> Path:
@@ -54,8 +52,9 @@ def fetch_files(url: str, patterns: Sequence[str], key: str) -> Path:
             if any(fnmatch(name, pattern) for pattern in patterns)
         }
         if files:
+            stored = {entry["name"].rpartition("/")[2] for entry in entries}
             with hold_lock(target / ".lock", lambda: None):
-                _copy_files(source.fs, files, target)
+                _copy_files(source.fs, files, stored, target)
             return target
         rule = f"has none of the files {', '.join(patterns)}"
     except FileNotFoundError:
@@ -67,12 +66,22 @@ def fetch_files(url: str, patterns: Sequence[str], key: str) -> Path:
     raise InvalidConfig([ConfigError(key, url, rule, remedy)])
 
 
-def _copy_files(store: Any, files: dict[str, Any], target: Path) -> None:
-    """Copy files that have changed, and remove the copies of those that are gone."""
+def _copy_files(store: Any, files: dict[str, Any], stored: set[str], target: Path) -> None:
+    """Copy files that have changed, and remove the copies of those that are gone.
+
+    Args:
+        store: file system of the store.
+        files: entries of the files to copy by name.
+        stored: names of all files in the directory of the store.
+        target: directory of the copies.
+    """
     try:
         versions = read_json(target / VERSIONS_FILE)
-    except (OSError, ValueError, WeftError):
+    except WeftError:
         versions = {}
+    for name in set(versions) - stored:
+        (target / name).unlink(missing_ok=True)
+        del versions[name]
     for name, entry in files.items():
         version = [entry.get("size"), str(entry.get("ETag") or entry.get("etag") or "")]
         if versions.get(name) == version and (target / name).is_file():
@@ -82,9 +91,6 @@ def _copy_files(store: Any, files: dict[str, Any], target: Path) -> None:
         temporary.replace(target / name)
         versions[name] = version
         write_json(target / VERSIONS_FILE, versions)
-    for name in set(versions) - set(files):
-        if not name.endswith(".safetensors"):  # of a copy with weights
-            (target / name).unlink(missing_ok=True)
 
 
 def fetch_beside(url: str, patterns: Sequence[str], key: str) -> Path:

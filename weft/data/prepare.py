@@ -14,7 +14,6 @@ and used in place.  *Conversations* (`weft.data.conversations`) are the lines or
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, truncate_list
 from weft.config.escaping import escape_controls
-from weft.config.files import expand_path, write_durably
+from weft.config.files import expand_path, user_cache_dir, write_durably
 from weft.config.schema import DataSection
 from weft.config.storage import is_bucket_url, is_remote, open_directory
 from weft.data.chat import ChatEncoder, make_chat_encoder
@@ -534,7 +533,7 @@ def cache_dir(section: DataSection) -> Path:
             raise InvalidConfig(errors) from None
     if section.cache_dir != "auto":
         return expand_path(section.cache_dir)
-    return _user_cache_dir()
+    return user_cache_dir()
 
 
 def local_cache(section: DataSection, cache: Path) -> Path:
@@ -545,12 +544,7 @@ def local_cache(section: DataSection, cache: Path) -> Path:
 def node_cache_dir(section: DataSection) -> Path:
     """Return the directory that ``data.node_cache_dir`` names."""
     is_auto = section.node_cache_dir == "auto"
-    return _user_cache_dir() if is_auto else expand_path(section.node_cache_dir)
-
-
-def _user_cache_dir() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "weft"
+    return user_cache_dir() if is_auto else expand_path(section.node_cache_dir)
 
 
 def open_bucket_store(url: str, section: DataSection, report: Report = lambda _: None) -> Store:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.config.files import expand_path, replace_bytes
+from weft.config.files import replace_bytes, user_cache_dir
 from weft.config.schema import flatten
 from weft.plan.plan import Plan
 from weft.version import PACKAGE_DIR
@@ -36,7 +36,7 @@ RELATED = ("monitor.attention_logits",)  # the exceptions
 
 def cache_dir() -> Path:
     """Return the directory of the recordings."""
-    return expand_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "weft" / "traces"
+    return user_cache_dir() / "traces"
 
 
 def load_or_compute(compute: Callable[[], T], plans: tuple[Plan, ...], *others: object) -> T:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer, models, normalizers
 from xxhash import xxh3_128
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.files import user_cache_dir
 from weft.config.remote_files import fetch_beside
 from weft.config.schema import DataSection
 from weft.config.storage import is_bucket_url
@@ -68,8 +68,7 @@ def with_tokenizer(directory: Path, key: str, value: str) -> Path:
     if code := _find_code(directory):
         rule += f"; its tokenizer is a program of the model ({code}), which weft does not run"
         raise InvalidConfig([ConfigError(key, value, rule, remedy)])
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    target = Path(home) / "weft" / "converted" / _hash(directory) / directory.absolute().name
+    target = user_cache_dir() / "converted" / _hash(directory) / directory.absolute().name
     if not target.exists():
         try:
             _convert(directory, original, kind, target)
