@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.small import small_job
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.train.environment import detect_environment
-from weft.train.job_checks import check_logins
+from weft.train.job_checks import check_logins, prepare_job
 
 VARIABLES = {
     "RANK": "0",
@@ -122,3 +123,18 @@ def test_environment_incomplete_torchrun_variables_are_named() -> None:
         [error] = caught.value.errors
         assert error.remedy == f"run unset {' '.join(names)}"
         assert all(n in error.rule for n in ("MASTER_PORT", "WORLD_SIZE") if n not in names)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [(VARIABLES, (8, 1)), (OPEN_MPI, (8, 2)), (SLURM, (4, 2))],
+    ids=["torchrun", "mpi", "slurm"],
+)
+def test_prepare_job_in_a_rank_plans_the_ranks_of_its_launcher(
+    variables: dict[str, str], ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = dict(os.environ) | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | variables
+    monkeypatch.setattr(os, "environ", here)
+    sizes = [("run.device", "cpu"), ("train.global_batch_size", "8")]
+    _, plan = prepare_job("demo", sizes)
+    assert (plan.world_size, plan.local_world_size) == ranks

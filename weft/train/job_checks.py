@@ -122,8 +122,9 @@ def prepare_job(
     plan = None
     later = ConfigErrors(job)
     with later.collect():
-        machine = detect_machine(job.run)
-        plan = resolve_nodes(apply_environment(job), machine, recipe, base, adopt)
+        # Before the machine, which counts ranks: this makes a process of srun or mpirun a rank.
+        planned = apply_environment(job)
+        plan = resolve_nodes(planned, detect_machine(job.run), recipe, base, adopt)
     if plan is not None:  # with the model of model.path
         model, lora = plan.job.model.model_dump(), plan.job.lora.model_dump()
         data = {"tokenizer": plan.job.data.tokenizer}
