@@ -419,9 +419,9 @@ def test_train_prints_stages_and_warnings() -> None:
     """The plan is printed before any process starts."""
     from rich.console import Console
 
-    from weft.cluster.start import print_plan
     from weft.monitor.terminal import quiet_console
     from weft.plan.plan_text import plan_recipe
+    from weft.tools.run_summary import print_plan
 
     overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]
     overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]

@@ -12,8 +12,6 @@ from tests.cluster.test_node_checks import AWS, EFA, HEALTHY
 from weft.cluster.nccl_log import (
     NcclLog,
     describe_network,
-    find_instance_type,
-    load_instance_types,
     merge_logs,
     parse_nccl_log,
 )
@@ -177,14 +175,3 @@ def test_node_has_gpudirect_only_if_all_connections_do() -> None:
     logs = [parse_nccl_log(read_log(n)) for n in ("efa-gpudirect-new", "efa-without-gpudirect")]
     assert "GPUDirect RDMA in 8 of 16 connections" in describe_network(merge_logs(logs))
     assert judge_network(merge_logs(logs), P5).severity == "warning"
-
-
-def test_instance_types_are_consistent() -> None:
-    for name, instance in load_instance_types().items():
-        assert instance.efa >= 1, name
-        assert 25 <= instance.gbps / instance.efa <= 400, name
-        assert instance.protocol in ("", "RDMA", "SENDRECV")
-    p5 = find_instance_type("ml.p5.48xlarge")
-    assert p5 is not None
-    assert (p5.efa, p5.bandwidth, p5.gpudirect) == (32, 400e9, True)
-    assert find_instance_type("m7i.large") is None

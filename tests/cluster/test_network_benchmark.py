@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.cluster.conftest import free_port, processes_in
 from tests.cluster.namespaces import Host, connected_hosts
 from tests.harness import run_ranks
 from weft.cluster import network_benchmark
-from weft.cluster.network_benchmark import NodeGroup, benchmark_groups, pair_rounds, summarize
+from weft.cluster.network_benchmark import RING, exchange, pair_rounds, summarize
 from weft.cluster.network_checks import check_network
 from weft.cluster.node_facts import Facts, NetworkMeasurements
 from weft.cluster.rendezvous import connect_store
@@ -52,9 +53,10 @@ def test_rounds_have_every_pair_once_and_a_node_once_a_round(nodes: int) -> None
 def node_results(nodes: int, **failed: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the results of all nodes, with the results of some groups replaced."""
     named = {name.replace("_", "-"): result for name, result in failed.items()}
-    groups = list(benchmark_groups(nodes))
+    groups = {f"{a}-{b}": (a, b) for pairs in pair_rounds(nodes) for a, b in pairs}
+    groups |= {RING: range(nodes)}
     return [
-        {name: named.get(name, {"rate": 5e9}) for name, members in groups if node in members}
+        {n: named.get(n, {"rate": 5e9}) for n, members in groups.items() if node in members}
         for node in range(nodes)
     ]
 
@@ -75,7 +77,8 @@ def test_summary_slower_direction_counts() -> None:
 
 
 def test_summary_names_a_node_that_vanished_once() -> None:
-    results = node_results(4, **{f"{n}_3": {"lost": 3} for n in range(3)}, ring={"lost": 3})
+    error = {"error": "RuntimeError: connection closed by peer"}
+    results = node_results(4, **{"0_3": error, "1_3": {}, "2_3": {}}, ring={})
     results[3] = {}
     network = summarize(HOSTS, 1, results)
     assert network.errors == ("node d stopped answering during the measurement",)
@@ -83,8 +86,9 @@ def test_summary_names_a_node_that_vanished_once() -> None:
 
 
 def test_summary_names_a_node_whose_process_failed_with_the_reason() -> None:
-    results = node_results(4, **{f"{n}_3": {"lost": 3} for n in range(3)}, ring={"lost": 3})
-    results[3] = {"ring": {"broken": "OutOfMemoryError: CUDA error: out of memory"}}
+    error = {"error": "no end within 30 s"}
+    results = node_results(4, **{"0_3": error, "1_3": {}, "2_3": {}}, ring={})
+    results[3]["0-3"] = {"broken": "OutOfMemoryError: CUDA error: out of memory"}
     network = summarize(HOSTS, 8, results)
     reason = "OutOfMemoryError: CUDA error: out of memory"
     assert network.errors == (f"node d cannot be measured: {reason}",)
@@ -109,19 +113,14 @@ def test_summary_of_a_ring_that_alone_fails() -> None:
     assert "an all-reduce over all nodes fails: RuntimeError: out of ports" in network.errors[0]
 
 
-def test_node_store_does_not_wait_for_a_node_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_benchmark, "ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(network_benchmark, "LOST_SECONDS", 0.3)
+def test_exchange_waits_for_a_slow_node_but_not_longer_than_the_limit() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    first, second = (NodeGroup(store, node, HOSTS[:2]) for node in range(2))
-    with first.show_alive():
-        with second.show_alive():
-            time.sleep(0.5)
-            assert not first.is_lost(1)
-        start = time.monotonic()
-        assert first.wait({0: "alive/0", 1: "never"}, 60) == 1
-        assert time.monotonic() - start < 5
-        assert first.wait({1: "never"}, 60) == 1  # known from now on
+    timer = threading.Timer(0.3, lambda: store.set("0/1", "[2]"))
+    timer.start()
+    assert exchange(store, "0", 0, [1], range(2), 60) == {0: [1], 1: [2]}
+    start = time.monotonic()
+    assert exchange(store, "1", 0, None, range(3), 0.3) == {0: None}
+    assert time.monotonic() - start < 5
 
 
 def measure_on_this_host(port: int, kind: str) -> NetworkMeasurements:

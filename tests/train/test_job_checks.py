@@ -12,7 +12,6 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.small import small_job, train_rank
-from weft.cluster.start import print_dataset
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
@@ -20,6 +19,7 @@ from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
+from weft.tools.run_summary import print_dataset
 from weft.train.job_checks import plan_with_data
 from weft.train.run_dir import MAX_EPOCHS, epoch_warnings
 

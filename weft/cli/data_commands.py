@@ -101,8 +101,8 @@ def run_data_prepare(options: argparse.Namespace) -> None:
 
 def prepare_on_cluster(options: argparse.Namespace) -> None:
     """Start the workers of ``--on``."""
-    from weft.cluster.ray_preparation import check_shared_cache, prepare_on_ray
     from weft.cluster.submit import build_preparation, check_text, get_cluster, submit
+    from weft.data.ray_preparation import check_shared_cache, prepare_on_ray
     from weft.train.job_checks import absolute_paths
 
     job, recipe, overrides = read_data_job(options)

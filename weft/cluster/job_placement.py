@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from weft.cluster.nccl_log import find_instance_type
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path
 from weft.config.run_paths import PATH_KEYS
 from weft.config.schema import Job, LaunchSection, flatten
+from weft.plan.instance_types import find_instance_type
 from weft.plan.tokenizer_conversion import SMALL_FILES
 
 RUNS = "/runs"  # directory of the runs in a container, unless run.dir is below another mount

@@ -37,9 +37,9 @@ from weft.cluster.job_request import (
     warn_unchecked,
 )
 from weft.cluster.log_rules import hang_rule
-from weft.cluster.nccl_log import find_instance_type
 from weft.config.errors import ConfigErrors, WeftError
 from weft.config.files import replace_text
+from weft.plan.instance_types import find_instance_type
 from weft.train.environment import PORT
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 

@@ -8,11 +8,9 @@ values, never an error.
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, reduce
-from pathlib import Path
+from functools import reduce
 
 # One line each; the named group is the field of `NcclLog`.
 FIELDS = tuple(
@@ -129,38 +127,3 @@ def describe_network(log: NcclLog) -> str:
         details += [f"protocol {log.protocol}"] if log.protocol else []
     details += [f"NCCL {log.nccl}"] if log.nccl else []
     return name + (f" ({', '.join(details)})" if details else "")
-
-
-# --------------------------------------------------------------------------- instance types
-
-
-@dataclass(frozen=True)
-class InstanceType:
-    """Size and EFA of an EC2 instance type, as ``efa.toml`` describes them."""
-
-    efa: int
-    gbps: float
-    gpudirect: bool
-    protocol: str = ""
-    cpus: int = 0
-    memory_gib: int = 0
-
-    @property
-    def bandwidth(self) -> float:
-        """Network bandwidth in bytes/s."""
-        return self.gbps * 1e9 / 8
-
-
-@cache
-def load_instance_types() -> Mapping[str, InstanceType]:
-    """Return the instance types with EFA by name."""
-    text = Path(__file__).with_name("efa.toml").read_text("utf-8")
-    return {name: InstanceType(**row) for name, row in tomllib.loads(text)["types"].items()}
-
-
-def find_instance_type(name: str) -> InstanceType | None:
-    """Return an EC2 instance type; None: unknown, or without EFA and GPUs.
-
-    ``name`` may have SageMaker's prefix: ml.p5.48xlarge.
-    """
-    return load_instance_types().get(name.removeprefix("ml."))

@@ -2,12 +2,12 @@
 
 `measure_network` runs on every node at the same time.  nccl-tests measures several nodes only under
 MPI, and hangs if a node does.  So each measurement has its own processes, one per device, which
-end with it, and nobody waits without a limit.
+end with it.
 
 The pairs are measured in rounds, as in a tournament: in each round every node has another partner,
 so N nodes need N - 1 rounds (N if N is odd).  All ranks of a node send to and receive from those of
-its partner.  The nodes meet in a store; each one shows there every second that it is alive.  Nobody
-waits for a node that stopped to do so, and the report names it.
+its partner.  The last round measures all nodes.  After each round the nodes exchange its results in
+a store; a node that has none after some time is left out from then on, and the report names it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import signal
 import socket
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
+from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,10 +36,9 @@ from weft.config.accelerators import GPU
 from weft.monitor.process import die_with_parent, single_host_env
 from weft.train.environment import is_loopback
 
-# A node that has not shown that it is alive for this long is lost.
-ALIVE_SECONDS, LOST_SECONDS = 1.0, 15.0
-START_SECONDS = 120.0  # for the processes of all nodes to start
+START_SECONDS = 120.0  # for all nodes to come
 MEASURE_SECONDS = 30.0  # for one pair or ring; then it hangs
+LATE_SECONDS = 15.0  # for the results of a node after this time; then it is lost
 BURST_SECONDS = 0.5  # of messages, per pair
 MESSAGE_BYTES = {GPU: 1 << 26, "cpu": 1 << 20}
 RING_BYTES = {GPU: 1 << 28, "cpu": 1 << 20}
@@ -65,79 +64,19 @@ def prefix_store(prefix: str, store: Any) -> Any:
     return PrefixStore(prefix, store)
 
 
-class NodeGroup:
-    """The nodes of a benchmark, in the store in which they meet.
-
-    Args:
-        store: the store, with a prefix for this benchmark.
-        node: number of this node.
-        hosts: names of all nodes by number.
-    """
-
-    def __init__(self, store: Any, node: int, hosts: Sequence[str]) -> None:
-        self.store, self.node, self.hosts = store, node, hosts
-        self._seen: dict[int, tuple[int, float]] = {}  # count of a node, and the time of the newest
-
-    @contextmanager
-    def show_alive(self) -> Iterator[None]:
-        """Count once a second that this node is alive."""
-        is_over = threading.Event()
-
-        def count() -> None:
-            with suppress(Exception):  # the store is lost: the others notice too
-                while not is_over.wait(ALIVE_SECONDS):
-                    self.store.add(f"alive/{self.node}", 1)
-
-        self.store.add(f"alive/{self.node}", 1)
-        thread = threading.Thread(target=count, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join(2 * ALIVE_SECONDS)
-
-    def is_lost(self, node: int) -> bool:
-        """Return True if a node has not shown for some seconds that it is alive."""
-        if self.store.check([f"lost/{node}"]):
-            return True
-        count, now = self.store.add(f"alive/{node}", 0), time.monotonic()
-        last_count, since = self._seen.get(node, (-1, now))
-        if count != last_count:
-            self._seen[node] = (count, now)
-        elif now - since > LOST_SECONDS:
-            self.store.set(f"lost/{node}", "")
-            return True
-        return False
-
-    def wait(self, keys: Mapping[int, str], seconds: float) -> int | None:
-        """Wait for a key of each node; return the number of a lost or slow node.
-
-        Args:
-            keys: the keys by the number of the node that sets them.
-            seconds: how long to wait.
-        """
-        deadline, next_look = time.monotonic() + seconds, 0.0
-        while not self.store.check([*keys.values()]):
-            if time.monotonic() > next_look:
-                next_look = time.monotonic() + ALIVE_SECONDS
-                missing = [node for node, key in keys.items() if not self.store.check([key])]
-                late = [n for n in missing if self.is_lost(n) or time.monotonic() > deadline]
-                if late:
-                    return late[0]
-            time.sleep(0.05)
-        return None
+def exchange(
+    store: Any, name: str, node: int, own: Any, nodes: Collection[int], seconds: float
+) -> dict[int, Any]:
+    """Give ``own`` to the other nodes; return the values that ``nodes`` gave in time."""
+    store.set(f"{name}/{node}", json.dumps(own))
+    deadline, missing = time.monotonic() + seconds, {*nodes}
+    while missing and time.monotonic() < deadline:
+        missing -= {other for other in missing if store.check([f"{name}/{other}"])}
+        time.sleep(0.05)
+    return {n: json.loads(store.get(f"{name}/{n}")) for n in nodes if n not in missing}
 
 
 # --------------------------------------------------------------------------- one rank
-
-
-def benchmark_groups(nodes: int) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield name and nodes of each group to measure: all pairs, then the ring."""
-    for pairs in pair_rounds(nodes):
-        for a, b in pairs:
-            yield f"{a}-{b}", (a, b)
-    yield RING, range(nodes)
 
 
 def measure_rank(
@@ -170,7 +109,7 @@ def measure_rank(
             torch.accelerator.set_device_index(device)
             torch.zeros(1, device=device)
         kind_of_failure = "error"
-        store = connect_store(endpoint, RUN_ID, (1, size), START_SECONDS)
+        store = connect_store(endpoint, RUN_ID, (1, size), MEASURE_SECONDS)
         store.set_timeout(timedelta(seconds=MEASURE_SECONDS))
         ranks = size // 2 if name != RING else None
         group = prefix_store(f"{RUN_ID}/{name}/group", store)
@@ -183,14 +122,9 @@ def measure_rank(
 
 
 def measure_rate(store: Any, rank: int, size: int, ranks: int | None, device: Any) -> float:
-    """Return bytes/s: of a pair per direction, or the bus bandwidth of all ranks.
+    """Return bytes/s: of a pair of nodes with ``ranks`` each, or (None) of all ranks.
 
-    Args:
-        store: of the group.
-        rank: of this process.
-        size: number of ranks.
-        ranks: ranks per node of a pair; None: all nodes.
-        device: of this rank.
+    The rate of a pair is that of each direction, the rate of all ranks their bus bandwidth.
     """
     import torch
     import torch.distributed as dist
@@ -212,13 +146,13 @@ def measure_rate(store: Any, rank: int, size: int, ranks: int | None, device: An
     out = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
 
-    def exchange() -> None:
+    def swap() -> None:
         send = dist.P2POp(dist.isend, out, partner)
         receive = dist.P2POp(dist.irecv, into, partner)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    return ranks * MESSAGE_BYTES[device.type] / _seconds_per_call(exchange, device)
+    return ranks * MESSAGE_BYTES[device.type] / _seconds_per_call(swap, device)
 
 
 def _seconds_per_call(run: Callable[[], object], device: Any) -> float:
@@ -255,34 +189,46 @@ def measure_network(
         ranks: processes to start on this node.
     """
     shared = prefix_store(RUN_ID, store)
-    node = shared.add("nodes", 1) - 1
-    shared.set(f"host/{node}", json.dumps([socket.gethostname(), ranks]))
-    hosts, errors = _wait_for_nodes(shared, nodes, ranks)
-    if errors:
-        return NetworkMeasurements(tuple(hosts), ranks, errors=tuple(errors))
-    group = NodeGroup(shared, node, hosts)
-    with group.show_alive(), tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
+    node, present = shared.add("nodes", 1) - 1, [*range(nodes)]
+    own_host = [socket.gethostname(), ranks]
+    answers = exchange(shared, "host", node, own_host, present, START_SECONDS)
+    hosts = [host for host, _ in answers.values()]
+    unequal = [f"{host} has {count}" for host, count in answers.values() if count != ranks]
+    error = ""
+    if len(hosts) < nodes:
+        error = f"only {len(hosts)} of {nodes} nodes came to the benchmark: {', '.join(hosts)}"
+    elif unequal:
+        error = f"the nodes have different numbers of devices: {', '.join(unequal)}"
+    if error:
+        return NetworkMeasurements(tuple(hosts), ranks, errors=(error,))
+    # Nodes with the same host name, as in containers, need distinct names.
+    hosts = [f"{h} (node {n})" if hosts.count(h) > 1 else h for n, h in enumerate(hosts)]
+    results: list[dict[str, Result]] = [{} for _ in hosts]
+    usable = {*present}
+    rounds = [*pair_rounds(nodes), [tuple(range(nodes))]]
+    with tempfile.TemporaryDirectory(prefix="weft-doctor-") as directory:
         variables = NCCL_VARIABLES | {"NCCL_DEBUG_FILE": f"{directory}/nccl-%p"}
         os.environ |= variables | (single_host_env(device) if is_loopback(endpoint) else {})
-        own: dict[str, Result] = {}
-        for name, members in benchmark_groups(nodes):
-            if node in members:
-                own[name] = measure_group(group, endpoint, name, members, ranks, device)
-            if "broken" in own.get(name, {}):
-                own = {RING: own[name]}
-                shared.set(f"lost/{node}", "")  # so that nobody waits for it
-                break
-        logs = tuple(read_network_lines(path) for path in Path(directory).glob("nccl-*"))
-        shared.set(f"results/{node}", json.dumps(own))
-        results = _collect(group)
+        for number, groups in enumerate(rounds):
+            members = next((group for group in groups if node in group), ())
+            name = RING if groups is rounds[-1] else "-".join(map(str, members))
+            own: Result = {}
+            if members and usable.issuperset(members):
+                own = measure_group(endpoint, name, node, members, ranks, device)
+            seconds = MEASURE_SECONDS + LATE_SECONDS
+            answers = exchange(shared, str(number), node, [name, own], present, seconds)
+            present = [*answers]
+            for other, (group, result) in answers.items():
+                results[other][group] = result
+            usable &= {n for n, (_, result) in answers.items() if "broken" not in result}
         with suppress(RuntimeError):  # the host of the store should end last
-            shared.set(f"done/{node}", "")
-            _wait_each(group, "done", LOST_SECONDS)
+            exchange(shared, "done", node, None, present, LATE_SECONDS)
+        logs = tuple(read_network_lines(path) for path in Path(directory).glob("nccl-*"))
     return summarize(hosts, ranks, results, logs)
 
 
 def measure_group(
-    group: NodeGroup, endpoint: str, name: str, nodes: Sequence[int], ranks: int, device: str
+    endpoint: str, name: str, node: int, nodes: Sequence[int], ranks: int, device: str
 ) -> Result:
     """Measure a pair of nodes, or all nodes, with forked processes of this node.
 
@@ -290,22 +236,18 @@ def measure_group(
     and does not import torch again; it is safe because this process never uses a GPU.
 
     Returns:
-        ``rate``: the slowest rank's, in bytes/s.  Or why there is none: ``lost``, a node that does
-        not answer; ``error``; or ``broken``, an error of this node with each other node.
+        ``rate``: the slowest rank's, in bytes/s.  Or why there is none: ``error``; or ``broken``,
+        an error of this node with each other node.
     """
-    group.store.set(f"{name}/ready/{group.node}", "")
-    late = group.wait({node: f"{name}/ready/{node}" for node in nodes}, START_SECONDS)
-    if late is not None:
-        return {"lost": late}
     context, pipes, processes = multiprocessing.get_context("fork"), [], []
-    first, size = list(nodes).index(group.node) * ranks, len(nodes) * ranks
+    first, size = list(nodes).index(node) * ranks, len(nodes) * ranks
     deadline = time.monotonic() + MEASURE_SECONDS
     try:
         for local_rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
             place = (name, size, first + local_rank, local_rank, device)
             process = context.Process(target=measure_rank, args=(sender, endpoint, *place))
-            with warnings.catch_warnings():  # Python 3.12 warns of the thread of `show_alive`
+            with warnings.catch_warnings():  # Python 3.12 warns of the threads of the store
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             sender.close()
@@ -315,7 +257,8 @@ def measure_group(
     finally:
         for process in processes:
             process.kill()
-            process.join(5)  # a driver may block it forever
+        for process in processes:
+            process.join(1)  # a driver may block it forever
     failed = [result for result in results if "rate" not in result]
     return failed[0] if failed else min(results, key=lambda result: result["rate"])
 
@@ -331,46 +274,10 @@ def _receive(pipe: Connection, deadline: float) -> Result:
     return {"error": f"no end within {MEASURE_SECONDS:.0f} s"}
 
 
-def _wait_for_nodes(store: Any, nodes: int, ranks: int) -> tuple[list[str], list[str]]:
-    """Wait for all nodes; return their names, and why the benchmark cannot start."""
-    deadline = time.monotonic() + START_SECONDS
-    keys = [f"host/{node}" for node in range(nodes)]
-    while not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    present = [json.loads(store.get(key)) for key in keys if store.check([key])]
-    hosts = [host for host, _ in present]
-    if len(present) < nodes:
-        names = ", ".join(hosts)
-        return hosts, [f"only {len(present)} of {nodes} nodes came to the benchmark: {names}"]
-    unequal = [f"{host} has {count}" for host, count in present if count != ranks]
-    if unequal:
-        return hosts, [f"the nodes have different numbers of devices: {', '.join(unequal)}"]
-    # Nodes with the same host name, as in containers, need distinct names.
-    return [f"{h} (node {n})" if hosts.count(h) > 1 else h for n, h in enumerate(hosts)], []
-
-
 def read_network_lines(path: Path) -> str:
     """Return the lines of NCCL's log that are about the network."""
     lines = path.read_text("utf-8", "replace").splitlines()
     return "\n".join(line for line in lines if re.search("NET/|Using network|NCCL version", line))
-
-
-def _wait_each(group: NodeGroup, name: str, seconds: float) -> Iterator[int]:
-    """Wait for NAME/NODE of every node; return the nodes that have set it."""
-    pending = {node: f"{name}/{node}" for node in range(len(group.hosts))}
-    while (late := group.wait(pending, seconds) if pending else None) is not None:
-        del pending[late]
-    return iter(pending)
-
-
-def _collect(group: NodeGroup) -> list[dict[str, Result]]:
-    """Return the results of every node; empty for a node that is lost."""
-    seconds = START_SECONDS + 2 * MEASURE_SECONDS
-    present = set(_wait_each(group, "results", seconds))
-    return [
-        json.loads(group.store.get(f"results/{node}")) if node in present else {}
-        for node in range(len(group.hosts))
-    ]
 
 
 def summarize(
@@ -384,30 +291,39 @@ def summarize(
     Args:
         hosts: names of all nodes by number.
         ranks: ranks per node.
-        results: of each node, by name of the group.
+        results: of each node, by name of the group; a lost node has none of the ring.
         logs: of NCCL, from the ranks of this node.
     """
     pairs: list[tuple[str, str, float]] = []
-    failures: list[tuple[tuple[int, int], str]] = []
-    broken = {n: result[RING]["broken"] for n, result in enumerate(results) if _is_broken(result)}
-    lost = {node for node, result in enumerate(results) if not result}
-    for name, nodes in benchmark_groups(len(hosts)):
-        own = [results[node].get(name, {"error": "no answer"}) for node in nodes]
-        lost |= {result["lost"] for result in own if "lost" in result}
-        if name == RING:
-            ring = own
-        elif all("rate" in result for result in own):
-            rate = min(result["rate"] for result in own)
-            pairs.append((hosts[nodes[0]], hosts[nodes[1]], rate))
+    failures: dict[tuple[int, int], str] = {}
+    for a, b in combinations(range(len(hosts)), 2):
+        both = [results[node].get(f"{a}-{b}", {}) for node in (a, b)]
+        if all("rate" in result for result in both):
+            pairs.append((hosts[a], hosts[b], min(result["rate"] for result in both)))
         else:
-            reasons = [result["error"] for result in own if "error" in result]
-            failures.append(((nodes[0], nodes[1]), reasons[0] if reasons else "no answer"))
-    errors = [f"node {hosts[node]} cannot be measured: {text}" for node, text in broken.items()]
-    errors += _name_failures(hosts, failures, lost - {*broken}, {*broken})
+            failures[a, b] = _find_error(both)
+    broken = {
+        n: r["broken"] for n, own in enumerate(results) for r in own.values() if "broken" in r
+    }
+    lost = {n for n, own in enumerate(results) if RING not in own}
+    counts = Counter(node for pair in failures for node in pair)
+    known = {*broken, *lost}
+    isolated = {n for n, c in counts.items() if len(hosts) > 2 and c == len(hosts) - 1} - known
+    known |= isolated
+    errors = [f"node {hosts[n]} cannot be measured: {text}" for n, text in broken.items()]
+    errors += [f"node {hosts[n]} stopped answering during the measurement" for n in sorted(lost)]
+    errors += [f"node {hosts[n]} has no connection to any other node" for n in sorted(isolated)]
+    errors += [
+        f"no connection between {hosts[a]} and {hosts[b]}: {reason}"
+        for (a, b), reason in failures.items()
+        if not {a, b} & known
+    ]
+    ring = [own.get(RING, {}) for own in results]
     has_ring = all("rate" in result for result in ring)
     if not has_ring and not errors:
-        reason = next((result["error"] for result in ring if "error" in result), "no answer")
-        errors.append(f"all pairs work, but an all-reduce over all nodes fails: {reason}")
+        errors.append(
+            f"all pairs work, but an all-reduce over all nodes fails: {_find_error(ring)}"
+        )
     return NetworkMeasurements(
         nodes=tuple(hosts),
         ranks_per_node=ranks,
@@ -418,30 +334,5 @@ def summarize(
     )
 
 
-def _is_broken(result: Mapping[str, Result]) -> bool:
-    return "broken" in result.get(RING, {})
-
-
-def _name_failures(
-    hosts: Sequence[str],
-    failures: Sequence[tuple[tuple[int, int], str]],
-    lost: Collection[int],
-    broken: Collection[int],
-) -> Iterator[str]:
-    """Yield why pairs have no result: one line for a node all of whose pairs failed.
-
-    Args:
-        hosts: names of all nodes by number.
-        failures: pairs of nodes, and why they have no result.
-        lost: nodes that stopped answering.
-        broken: nodes that are reported already.
-    """
-    counts = Counter(node for pair, _ in failures for node in pair)
-    isolated = {n for n in range(len(hosts)) if len(hosts) > 2 and counts[n] == len(hosts) - 1}
-    for node in sorted(lost):
-        yield f"node {hosts[node]} stopped answering during the measurement"
-    for node in sorted(isolated - {*lost} - {*broken}):
-        yield f"node {hosts[node]} has no connection to any other node"
-    for pair, reason in failures:
-        if not {*pair} & (isolated | {*lost} | {*broken}):
-            yield f"no connection between {hosts[pair[0]]} and {hosts[pair[1]]}: {reason}"
+def _find_error(results: Sequence[Result]) -> str:
+    return next((result["error"] for result in results if "error" in result), "no answer")

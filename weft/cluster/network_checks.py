@@ -15,16 +15,15 @@ from weft.cluster.failure_signatures import (
     read_log,
 )
 from weft.cluster.nccl_log import (
-    InstanceType,
     NcclLog,
     describe_network,
-    find_instance_type,
     merge_logs,
     parse_nccl_log,
 )
 from weft.cluster.node_facts import Facts, Finding, NetworkMeasurements, bad, note, ok, warning
 from weft.config.accelerators import GPU
 from weft.config.formatting import display_path
+from weft.plan.instance_types import InstanceType, find_instance_type
 
 # Fractions of the speed of the other nodes below which a link gets a warning, and is bad.
 WARNING_FRACTION, BAD_FRACTION = 0.8, 0.5

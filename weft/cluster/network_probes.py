@@ -44,7 +44,7 @@ def list_adapters(root: Path) -> Iterator[Adapter]:
         yield Adapter(device.name, driver, state, rate, read, provider, path)
 
 
-def find_instance_type(environment: Mapping[str, str], dmi: Path = DMI_DIR) -> str:
+def detect_instance_type(environment: Mapping[str, str], dmi: Path = DMI_DIR) -> str:
     """Return the EC2 instance type without a request to AWS; empty: unknown."""
     if name := environment.get("SM_CURRENT_INSTANCE_TYPE"):
         return name
@@ -91,7 +91,7 @@ def probe_efa(environment: Mapping[str, str]) -> dict[str, Any]:
             )
         ),
         "efa_installer": installer[1] if installer else "",
-        "instance_type": find_instance_type(environment),
+        "instance_type": detect_instance_type(environment),
         "is_sagemaker_toolkit": "SM_TRAINING_ENV" in environment,
         "uverbs": len(list(Path("/dev/infiniband").glob("uverbs*"))),
         "huge_pages": int(pages.get("HugePages_Total", -1)),

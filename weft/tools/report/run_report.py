@@ -11,11 +11,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from weft.config.errors import WeftError
 from weft.config.files import describe_cause, replace_bytes
+from weft.config.formatting import display_path
 from weft.monitor.run_reader import TEXT_KIND, RunReader
 from weft.monitor.system_sampler import SystemSampler
 from weft.monitor.terminal import format_duration
@@ -38,9 +40,17 @@ from weft.tools.report.report_charts import (
 )
 from weft.tools.report.report_summary import summary_parts
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weft.plan.plan import Plan
+
 UPDATE_SECONDS = 60  # between updates, and reloads, of the page of a running run
 MAX_TEXTS = 100  # generated texts of a run
 POLL_SECONDS = 2.0  # between checks for new records
+# The final report traces the pipeline stages, about one second each.  It does so only after runs of
+# at least this many seconds, with at most this many stages.
+MIN_FORECAST_SECONDS, MAX_TRACED_STAGES = 60.0, 4
 # Replaces the planner's sections in pages without them.
 PREDICTION_NOTE: Section = {
     "heading": "Predicted and measured",
@@ -295,6 +305,46 @@ class LiveReport:
             return False
         self._num_records = len(self._run)
         return True
+
+
+@contextmanager
+def report_pages(plan: Plan, console: Console) -> Iterator[None]:
+    """Keep the report page up to date while ranks train, and write the final one."""
+    if not plan.job.monitor.report or console.quiet:  # only the node that logs writes it
+        yield
+        return
+    with LiveReport(plan.run_path, console.print) as live:
+        yield
+    write_final_report(plan, console, has_warned=live.has_warned)
+
+
+def write_final_report(plan: Plan, console: Console, has_warned: bool = False) -> None:
+    """Write the report page after the ranks have ended, however they ended.
+
+    The page includes the planner's predictions if they are cheap compared with the run.
+
+    Args:
+        plan: the plan of the run.
+        console: receives the path of the page, or a warning.
+        has_warned: True if a warning that the page cannot be written has been printed.
+    """
+    run_dir = plan.run_path
+    if not (run_dir / "metrics.jsonl").exists():
+        return
+    try:
+        run = RunReader(run_dir)
+        short = sum(run.time_breakdown().values()) < MIN_FORECAST_SECONDS
+        appendix = [PREDICTION_NOTE]
+        if not short and plan.pp <= MAX_TRACED_STAGES:
+            from weft.tools.report.report_sections import prediction_sections
+
+            appendix = prediction_sections([run])
+        replace_bytes(run_dir / REPORT_FILE, report_page([run], appendix=appendix, running=False))
+    except Exception as error:  # a missing page must not fail the run
+        if not has_warned:
+            console.print(unwritten_message(run_dir, error))
+    else:
+        console.print(f"report: {display_path(run_dir / REPORT_FILE)}")
 
 
 def unwritten_message(run_dir: Path, error: Exception) -> str:
