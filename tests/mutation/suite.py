@@ -67,7 +67,7 @@ SUITE: dict[str, tuple[str, str]] = {
         "cluster/test_failure_signatures.py",
     ),
     "unit: watch of the network": ("cluster/network_watch.py", "cluster/test_network_watch.py"),
-    "unit: Lustre": ("cluster/lustre.py", "cluster/test_lustre.py"),
+    "unit: Lustre": ("checkpoint/lustre.py", "checkpoint/test_lustre.py"),
     "unit: HyperPod": ("cluster/hyperpod.py", "cluster/test_hyperpod.py"),
     "unit: requests of SageMaker": ("cluster/sagemaker_request.py", "cluster/test_sagemaker.py"),
     "unit: file systems of SageMaker": (

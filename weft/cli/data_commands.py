@@ -140,7 +140,7 @@ def run_data_inspect(options: argparse.Namespace) -> None:
 
 def prepare_named_data(options: argparse.Namespace) -> Dataset:
     """Prepare the data of a recipe or path."""
-    from weft.cluster.lustre import hydrate_when_reading
+    from weft.checkpoint.lustre import hydrate_when_reading
     from weft.data.prepare import cache_dir, prepare_data, show_progress
     from weft.monitor.terminal import quiet_console
 

@@ -17,9 +17,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.lustre import count_released
 from weft.cluster import UNHEALTHY
 from weft.cluster.device_benchmark import measure_devices
-from weft.cluster.lustre import count_released
 from weft.cluster.node_checks import run_checks
 from weft.cluster.node_facts import (
     SEVERITIES,

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from weft.checkpoint.lustre import describe_layout, has_one_stripe
 from weft.cluster import device_checks, network_checks
-from weft.cluster.lustre import describe_layout, has_one_stripe
 from weft.cluster.node_facts import (
     WAIT_SECONDS,
     Check,

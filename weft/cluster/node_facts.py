@@ -44,7 +44,7 @@ class Directory:
 
     ``locks``: file locks exclude a second holder.  ``links``: the file system has hard links.
     ``renames``: files created and renamed per second, by one process.  ``layout``: on Lustre, the
-    stripes of each component (`weft.cluster.lustre.parse_layout`).
+    stripes of each component (`weft.checkpoint.lustre.parse_layout`).
     ``error``: why the probe failed.
     """
 

@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.lustre import parse_layout
+from weft.checkpoint.lustre import parse_layout
 from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa, read_text
 from weft.cluster.node_facts import (
     Directory,

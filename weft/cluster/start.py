@@ -19,13 +19,13 @@ from rich.console import Console
 
 from weft.checkpoint.best import select_checkpoint
 from weft.checkpoint.final_save import read_place
+from weft.checkpoint.lustre import create_checkpoint_dir
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.checkpoint.owner import owner_errors
 from weft.checkpoint.rollback import drop_later_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch, report_notice
-from weft.cluster.lustre import create_checkpoint_dir
 from weft.cluster.network_watch import name_accidents, watch_launched_ranks
 from weft.cluster.rank_exit import (
     TrainingFailed,
@@ -35,7 +35,6 @@ from weft.cluster.rank_exit import (
     write_torchrun_error,
 )
 from weft.cluster.requeue import record_final_failure, record_start
-from weft.cluster.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.cluster.run_files import intact_checkpoint_step, write_run_files
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
@@ -61,6 +60,7 @@ from weft.train.early_stopping import read_early_stop
 from weft.train.environment import is_agent_rank
 from weft.train.job_checks import plan_with_data
 from weft.train.machine import detect_machine
+from weft.train.run_data import hydrate_start, load_dataset, load_dataset_on_host
 from weft.train.state import checkpoint_dir
 
 stop_requested = threading.Event()  # by a signal that arrived before the ranks started

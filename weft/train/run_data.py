@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from rich.console import Console
 
+from weft.checkpoint.lustre import Log, hydrate_ahead, hydrate_when_reading
 from weft.checkpoint.manifest import list_checkpoints
-from weft.cluster.lustre import Log, hydrate_ahead, hydrate_when_reading
 from weft.config.errors import InvalidConfig
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.prepare import cache_dir, prepare_data, show_progress

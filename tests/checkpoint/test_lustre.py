@@ -15,8 +15,8 @@ import pytest
 
 from tests.lustre_mount import DF, ONE_STRIPE, lfs_calls, make_lfs, missing, mounted
 from tests.small import small_job
-from weft.cluster import lustre
-from weft.cluster.lustre import (
+from weft.checkpoint import lustre
+from weft.checkpoint.lustre import (
     count_osts,
     count_released,
     create_checkpoint_dir,
