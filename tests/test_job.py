@@ -109,6 +109,27 @@ def test_an_entry_of_a_table_is_added_to_the_table(tmp_path: Path) -> None:
     assert read_job("demo", [("launch.image.a", "x")])[2][0].rule == "is not a known key"
 
 
+def test_values_of_a_table_of_text_may_be_numbers_and_lists() -> None:
+    words = "NCCL_NVLS_ENABLE=0, NCCL_IB_HCA=mlx5_0,mlx5_1,X=a=b"
+    assert read("demo", ("launch.env", words), ("launch.env.NCCL_IB_TC", "106")).launch.env == {
+        **{"NCCL_NVLS_ENABLE": "0", "NCCL_IB_HCA": "mlx5_0,mlx5_1", "X": "a=b"},
+        "NCCL_IB_TC": "106",
+    }
+    assert read("demo", ("launch.env", ""), ("launch.labels.a", "1")).launch.labels == {"a": "1"}
+    (error,) = read_job("demo", [("launch.env", "NCCL_DEBUG")])[2]
+    assert str(error).startswith('launch.env="NCCL_DEBUG" must be NAME=VALUE.')
+
+
+def test_number_in_a_table_of_text_names_the_entry_and_its_quotes(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\n[launch.env]\nA = 0\nB = "1"\nC = true\n')
+    job, _, errors = read_job(str(recipe), [])
+    assert [error.key for error in errors] == ["launch.env.A", "launch.env.C"]
+    assert 'Use A = "0", in quotes.' in str(errors[0])
+    assert 'C = "true"' in str(errors[1])
+    assert job.launch.env == {}
+
+
 def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:
     assert read("demo", ("train.steps", "1"), ("train.steps", "2")).train.steps == 2
     job, _, errors = read_job("demo", [("train.steps", "x")])

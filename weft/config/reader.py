@@ -42,6 +42,7 @@ from weft.config.schema import (
     PAIR_OBJECTIVES,
     SECTIONS,
     Job,
+    Name,
     Section,
     Text,
     keys,
@@ -256,8 +257,7 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
     table, _, entry = last.partition(".")
     if model is not None and entry and _is_table(model, table):
         values = tree.setdefault(section, {}).get(table)
-        is_text = get_args(model.model_fields[table].annotation)[1] == Text
-        added = {entry: text if is_text else _literal(text)}
+        added = {entry: text if _has_text_values(model, table) else _literal(text)}
         tree[section][table] = (values if isinstance(values, dict) else {}) | added
         return
     if model is None or (
@@ -277,8 +277,14 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
     if origin is tuple and not isinstance(literal, list):
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):
-        pairs = [part.rpartition("=") for part in parts]
-        text_only = get_args(model.model_fields[last].annotation)[1] == Text
+        if get_args(annotation)[1] == Name:  # values may have commas: NCCL_IB_HCA=mlx5_0,mlx5_1
+            if parts and "=" not in parts[0]:
+                errors.add(name, "must be NAME=VALUE", f"use --{name} NAME=VALUE", value=text)
+                return
+            pairs = [p.partition("=") for p in re.split(r"\s*,\s*(?=[^,=]+=)", text) if p.strip()]
+        else:
+            pairs = [part.rpartition("=") for part in parts]
+        text_only = _has_text_values(model, last)
         literal = {
             name or value: value if text_only else _literal(value) for name, _, value in pairs
         }
@@ -300,6 +306,11 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
 def _is_table(model: type[Section], name: str) -> bool:
     field = model.model_fields.get(name)
     return field is not None and get_origin(field.annotation) is dict
+
+
+def _has_text_values(model: type[Section], name: str) -> bool:
+    """Return True if the values of a table are text, also if they look like numbers."""
+    return get_args(model.model_fields[name].annotation)[1] in (Text, Name)
 
 
 def _literal(text: str) -> Any:
@@ -324,7 +335,7 @@ def _validate(tree: Tree, errors: ConfigErrors) -> Job:
         found = check_section(SECTIONS[name], name, section)
         errors += found
         for error in found:
-            section.pop(error.key.partition(".")[2], None)
+            section.pop(error.key.split(".")[1], None)
     return Job.model_validate_json(json.dumps(tree, default=_no_json), strict=True)
 
 
@@ -359,7 +370,15 @@ def _translate(
 ) -> ConfigErrors:
     """Convert pydantic's errors to one `ConfigError` per key, with all alternatives."""
     rules: dict[str, list[str]] = {}
+    errors = ConfigErrors()
     for entry in error.errors(include_url=False):
+        table = values.get(str(entry["loc"][0])) if entry["loc"] else None
+        if entry["type"] == "string_type" and isinstance(table, Mapping) and len(entry["loc"]) == 2:
+            inside = str(entry["loc"][1])
+            remedy = f'use {inside} = "{json.dumps(table[inside], default=str)}", in quotes'
+            full = f"{name}.{entry['loc'][0]}.{inside}"
+            errors.add(full, "must be text", remedy, value=table[inside])
+            continue
         # An error of nesting names no key; blame every list and table.
         nested = [last for last, value in values.items() if isinstance(value, list | dict)]
         # Of a list of tables, the table and its key.
@@ -370,7 +389,6 @@ def _translate(
             rule = f"is not one of {', '.join(_table_keys(kind, str(entry['loc'][0])))}"
         for last in entry["loc"][:1] or nested:
             rules.setdefault(str(last), []).append(where + rule)
-    errors = ConfigErrors()
     for last, messages in rules.items():
         field = kind.model_fields.get(last)
         if field is None:
