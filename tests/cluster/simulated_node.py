@@ -33,13 +33,46 @@ from weft.data.stories import stories
 from weft.data.tokenizer_training import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
-MAIN = f"{sys.executable} -m tests.cluster.simulated_node"
+# The script of a job with a container unsets PYTHONPATH.
+MAIN = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.cluster.simulated_node"
+# Drops the options, except the mounts of Pyxis: all tasks do the same.
+SRUN = """\
+mounts=
+while [[ $1 == -* ]]; do
+    [[ $1 != --container-mounts=* ]] || mounts=${1#*=}
+    shift
+done
+[ -n "$mounts" ] || exec "$@"
+exec unshare -m "$0-container" "$mounts" "$@"
+"""
+# Runs a command with the mounts SOURCE:TARGET,... in place of the directories of the host.
+CONTAINER = """\
+set -e
+IFS=, read -ra mounts <<<"$1"
+shift
+for n in "${!mounts[@]}"; do
+    mkdir -p /container/$n
+    mount --bind "${mounts[n]%:*}" /container/$n
+done
+for path in ${NODE_MOUNTS//:/ }; do
+    mount -t tmpfs tmpfs "$path"
+done
+export NODE_MOUNTS=
+for n in "${!mounts[@]}"; do
+    target=${mounts[n]#*:}
+    mkdir -p "$target"
+    mount --bind /container/$n "$target"
+    NODE_MOUNTS+=${NODE_MOUNTS:+:}$target
+done
+cd /
+exec "$@"
+"""
 # Programs of the node that the artefact calls.
 PROGRAMS = {
     "weft": f'exec {MAIN} weft "$@"',
     "python": f'exec {MAIN} python "$@"',
-    # Drops the options: all tasks do the same.
-    "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
+    "srun": SRUN,
+    "srun-container": CONTAINER,
     "scontrol": "exit 0",
     # Drops its options, and starts one rank.
     "hyperpodrun": 'while [[ $1 != -m ]]; do shift; done; shift; exec "$@"',
@@ -160,13 +193,19 @@ def read_task(text: str) -> Node:
 
 
 def read_batch_script(text: str) -> Node:
-    """Return the node of a batch script; Slurm's nodes share the file systems of this host."""
+    """Return the node of a batch script; Slurm's nodes share the file systems of this host.
+
+    With a container of Pyxis, ``links`` has the directories of the node by their mounts.
+    """
     directory = re.search(r"^#SBATCH --chdir=(.*)$", text, re.MULTILINE)
     assert directory
     script = f"cd {shlex.quote(directory[1])}\n{text}"
     variables = {"SLURM_JOB_ID": "7"}
     mounts = [directory[1], "/fsx", "/shared"]
-    return Node(["bash", "-c", script], mounts, {}, variables, shares_host=True)
+    container = re.search(r"--container-mounts=([^' ]*)", text)
+    pairs = [pair.split(":") for pair in container[1].split(",")] if container else []
+    links = {target: source for source, target in pairs}
+    return Node(["bash", "-c", script], mounts, {}, variables, links, shares_host=True)
 
 
 # --------------------------------------------------------------------------- contents

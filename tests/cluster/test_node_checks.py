@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,14 @@ def test_examine_faulty_node_finds_the_fault(
     ]
     assert fitting, findings
     assert all(finding.remedy for finding in fitting)
+
+
+def test_remedy_of_few_open_files_works_below_any_hard_limit() -> None:
+    (finding,) = CHECKS["limits"](replace(HEALTHY, nofile=1024))
+    command, _, _ = finding.remedy.partition(";")
+    script = f"ulimit -Sn 512; ulimit -Hn 3000; {command} && ulimit -n"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "3000\n"
 
 
 def test_checks_each_have_a_test_case() -> None:

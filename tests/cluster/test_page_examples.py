@@ -196,6 +196,30 @@ def test_example_without_one_mount_fails(
     assert message in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("/fsx/data:/data,", ""), ('"/data/web/"', '"/fsx/data/web/"')],
+    ids=["no mount", "path of the node"],
+)
+def test_container_on_slurm_has_its_mounts_alone(
+    old: str,
+    new: str,
+    tmp_path: Path,
+    laptop: Path,
+    store: Mapping[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (line,) = (line for line in launch_lines("slurm") if "container.toml" in line)
+    node, job = render("slurm", line, laptop)
+    shell, option, script = node.command
+    assert script.count(old) == 1
+    less = replace(node, command=[shell, option, script.replace(old, new)])
+    done = run(less, job, tmp_path, laptop, store, monkeypatch)
+    assert done.returncode != 0
+    path = new.strip('"') or "/data/web/"
+    assert f'data.path="{path}" does not exist' in done.stdout + done.stderr
+
+
 def test_path_of_the_laptop_does_not_exist_on_a_node(
     tmp_path: Path, laptop: Path, store: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

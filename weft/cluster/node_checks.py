@@ -92,7 +92,8 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
         remedy = "ulimit -l unlimited; docker --ulimit memlock=-1; LimitMEMLOCK in slurmd.service"
         yield bad(f"memlock is {locked}: adapters cannot register memory", remedy)
     if 0 <= facts.nofile < 4096:
-        remedy = "ulimit -n 65536: each rank opens sockets to its peers, and data files"
+        remedy = "ulimit -n $(ulimit -Hn); docker --ulimit nofile=65536; LimitNOFILE in "
+        remedy += "slurmd.service: each rank opens sockets to its peers, and data files"
         yield warning(f"at most {facts.nofile:,} open files", remedy)
     elif not is_memlock_low:
         files = "unlimited" if facts.nofile == -1 else f"at most {facts.nofile:,}"
