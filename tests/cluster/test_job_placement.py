@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.requests import format_errors, request
+from tests.cluster.requests import request
 from tests.harness import ROOT
+from weft.cli.main import main
 from weft.cluster import job_placement, kubernetes, sagemaker, skypilot, slurm
 from weft.cluster.job_placement import (
     check_job_paths,
@@ -17,8 +18,9 @@ from weft.cluster.job_placement import (
     find_unused_keys,
     merge_fields,
 )
-from weft.cluster.submit import CLUSTERS, get_cluster
+from weft.cluster.submit import CLUSTERS
 from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.config.schema import LaunchSection
 from weft.train.secrets import resolve_secrets
 
@@ -111,14 +113,59 @@ def test_unused_key_is_a_warning_with_the_clusters_that_use_it() -> None:
 SECRET = "hf_0123456789"  # a value, which must be in no message
 
 
-@pytest.mark.parametrize("on", CLUSTERS)
-def test_secret_as_a_value_is_refused_without_showing_it(on: str) -> None:
-    text = format_errors(
-        get_cluster(on).find_errors(request(IMAGE, launch={"secrets": f"HF_TOKEN={SECRET}"}))
-    )
-    assert "launch.secrets.HF_TOKEN" in text
-    assert "is not a reference" in text
-    assert SECRET not in text
+COMMANDS = {
+    "train": ["train", "demo", "--train.steps", "1"],
+    "plan": ["plan", "demo", "--json"],
+    "verify": ["verify", "demo"],
+    "compare": ["compare", "demo", "--vary", "train.seed=1,2"],
+    "prepare": ["data", "prepare", "demo"],
+    **{on: ["launch", "demo", "--on", on, "--dry-run"] for on in CLUSTERS},
+}
+WAYS = {  # of writing a secret, and the name that a message may show
+    "table": ["--launch.secrets", f"HF_TOKEN={SECRET}"],
+    "entry": ["--launch.secrets.HF_TOKEN", SECRET],
+    "padding": ["--launch.secrets", f"HF_TOKEN={SECRET}=="],
+    "json": ["--launch.secrets", json.dumps({"A": 3, "HF_TOKEN": SECRET})],
+    "no name": ["--launch.secrets", SECRET],
+    "comma": ["--launch.secrets", f"HF_TOKEN=env:HF_TOKEN,{SECRET}"],
+    "misspelled": ["--launch.secret", f"HF_TOKEN={SECRET}"],
+    "misspelled entry": ["--launch.secret.HF_TOKEN", SECRET],
+    "no section": ["--secrets", f"HF_TOKEN={SECRET}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "way"),
+    [*((name, "table") for name in COMMANDS), *(("plan", way) for way in WAYS if way != "table")],
+)
+def test_secret_as_a_value_is_refused_by_every_command_without_showing_it(
+    command: str,
+    way: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*COMMANDS[command], *WAYS[way]]) == 2
+    output = "".join(capsys.readouterr())
+    assert "secret" in output
+    assert "(not shown)" in output
+    assert SECRET not in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipe_with_a_secret_is_refused_without_showing_it(tmp_path: Path) -> None:
+    for line in (f'secrets = {{A = "{SECRET}"}}', f'secrets = "{SECRET}"', f'secret = "{SECRET}"'):
+        (tmp_path / "recipe.toml").write_text(f'extends = "demo"\n[launch]\n{line}\n')
+        [error] = read_job(str(tmp_path / "recipe.toml"))[2]
+        assert "launch.secret" in str(error)
+        assert SECRET not in str(error)
+
+
+def test_variable_with_an_equals_sign_in_its_value_keeps_its_name() -> None:
+    job, _, errors = read_job("demo", [("launch.env", "OPTIONS=a=b,C=1")])
+    assert not errors
+    assert job.launch.env == {"OPTIONS": "a=b", "C": "1"}
 
 
 def test_secrets_are_references_in_every_artefact(monkeypatch: pytest.MonkeyPatch) -> None:

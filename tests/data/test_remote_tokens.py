@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from weft.cli.main import main
 from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, dataset_from_store
 from weft.data.loader import Batch, Loader, build_mixture
-from weft.data.prepare import prepare_data, prepare_store
+from weft.data.prepare import open_bucket_store, prepare_data, prepare_store
 from weft.data.remote_tokens import FetchFailed
 from weft.data.token_store import STORE_FILE, Store, hash_blocks, open_store
 
@@ -146,6 +148,72 @@ def assert_equal(batches: list[Any], expected: list[Batch]) -> None:
         for a, b in zip(ours, theirs, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
+
+
+def test_new_node_reads_small_files_together_and_the_index_while_the_reader_starts(
+    text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    section = section_of(upload(text_store, bucket), tmp_path / "node", packing="best_fit")
+    small, paths = threading.Barrier(5), []
+
+    def wait_for_others(method: str, path: str, number: int) -> None:
+        paths.append(path.partition("?")[0].rpartition("/")[2])
+        if path.endswith((".json", ".jinja")):
+            small.wait(30)  # all are asked for before one is answered
+        if path.endswith("train.ends"):
+            wait_until(lambda: bool(find_readers(tmp_path / "node")))
+
+    proxy.spoil = wait_for_others
+    batches = run_ranks(read_opened, 1, section)[0]
+    assert_equal(batches, read_batches(dataset_from_store(text_store), section, 0, 1, 1))
+    assert paths.count("store.json") == paths.count("tokenizer.json") == 1
+
+
+def read_opened(section: DataSection) -> list[Batch]:
+    dataset = dataset_from_store(open_bucket_store(section.path, section))
+    return read_batches(dataset, section, 0, 1, 1)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_damaged_or_lost_index_is_named(
+    text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    section = section_of(upload(text_store, bucket), tmp_path / "node", packing="best_fit")
+    lost = []
+
+    def lose(method: str, path: str, number: int) -> int | None:
+        lost.append(path) if path.endswith("train.ends") else None
+        return 404 if path.endswith("train.ends") else None
+
+    proxy.spoil = lose
+    message = run_ranks(read_expecting_error, 1, section)[0]
+    assert lost
+    assert f'data.path="{section.path}/train.ends" does not exist' in message
+    proxy.spoil = lambda method, path, number: None
+    run_ranks(damage_index, 1, section.path)
+    message = run_ranks(read_expecting_error, 1, section)[0]
+    assert 'train.ends" is damaged: bytes 0 to 3,' in message
+
+
+def read_expecting_error(section: DataSection) -> str:
+    with pytest.raises(FetchFailed) as info:
+        read_remote(section, 0, 1, 1)
+    return str(info.value)
+
+
+def damage_index(url: str) -> None:
+    import s3fs
+
+    fs, path = s3fs.S3FileSystem(), f"{url}/train.ends"
+    content = bytearray(fs.cat_file(path))
+    content[100] ^= 1
+    fs.pipe_file(path, bytes(content))
 
 
 def needed_blocks(store: Store) -> int:

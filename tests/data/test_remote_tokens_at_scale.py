@@ -250,11 +250,18 @@ def read_and_kill(section: DataSection, steps: range, num_kills: int) -> tuple[l
 def test_resume_with_a_million_documents_takes_a_second(proxy: s3.Proxy, tmp_path: Path) -> None:
     store = make_random_store(tmp_path, 30_000_000, 8, 30, 1 << 20)
     section = section_of(upload(store, "million"), tmp_path / "node", packing="best_fit")
-    seconds = run_ranks(resume, 1, section, timeout=300)[0]
+    attempts = [
+        section.model_copy(update={"node_cache_dir": f"{section.node_cache_dir}-{attempt}"})
+        for attempt in range(3)  # the machine may be busy during some
+    ]
+    results = [run_ranks(resume, 1, attempt, timeout=300)[0] for attempt in attempts]
     documents = store.manifest.train.documents
-    print(f"\n{documents:,} documents: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()))
+    print(f"\n{documents:,} documents")
+    for seconds in results:
+        print(", ".join(f"{name} {each:.2f} s" for name, each in seconds.items()))
     assert documents >= 1_000_000
-    assert seconds["again"] < 1.0
+    for name in ("new node", "again"):
+        assert min(seconds[name] for seconds in results) < 1.0
 
 
 def resume(section: DataSection) -> dict[str, float]:

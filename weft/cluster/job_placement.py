@@ -246,14 +246,14 @@ class Placement:
 def make_placement(launch: LaunchSection) -> Placement:
     """Return the parsed keys of a section."""
     mounts = (parse_source(path, source) for path, source in launch.mounts.items())
-    secrets = (parse_reference(ref) for ref in launch.secrets.values())
+    secrets = ((name, *ref.partition(":")[::2]) for name, ref in launch.secrets.items())
     efa, _, count = launch.network.partition(":")
     instance = find_instance_type(launch.instance_type) if efa == "auto" else None
     devices = int(count) if efa == "efa" and count.isdigit() else instance.efa if instance else 0
     files = tuple(name[1:] for name in launch.exclude if name.startswith("@"))
     return Placement(
         tuple(filter(None, mounts)),
-        tuple(Secret(n, *ref) for n, ref in zip(launch.secrets, secrets, strict=True) if ref[0]),
+        tuple(Secret(*each) for each in secrets),
         devices,
         tuple(name for name in launch.exclude if not name.startswith("@")),
         files,
@@ -266,12 +266,6 @@ def parse_source(path: str, text: str) -> Mount | None:
     if kind == "s3":
         rest = rest.removeprefix("//")
     return Mount(str(PurePosixPath(path)), kind, rest) if kind in SOURCE_RULES else None
-
-
-def parse_reference(text: str) -> tuple[str, str]:
-    """Return kind and reference of a secret; ("", ""): it has no known kind."""
-    kind, _, rest = text.partition(":")
-    return (kind, rest) if kind in REFERENCE_RULES else ("", "")
 
 
 # --------------------------------------------------------------------------- checks
@@ -335,13 +329,8 @@ def _check_secrets(on: str, job: Job) -> ConfigErrors:
             if not re.fullmatch(VARIABLE.pattern, name):
                 errors.add(f"launch.{section}.{name}", VARIABLE.rule, VARIABLE.remedy)
     for name, text in job.launch.secrets.items():
-        key, (kind, reference) = f"launch.secrets.{name}", parse_reference(text)
-        if not kind:
-            rule = "is not a reference, and a secret itself would be visible in the job"
-            # Without the value, which may be the secret.
-            remedy = f"use {_list([*examples.values()])}"
-            errors.append(ConfigError(key, "(not shown)", rule, remedy))
-        elif kind not in examples:
+        key, (kind, _, reference) = f"launch.secrets.{name}", text.partition(":")
+        if kind not in examples:
             errors.add(
                 key, f"is a reference that {on} cannot read", f"use {_list([*examples.values()])}"
             )

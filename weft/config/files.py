@@ -48,21 +48,22 @@ def replace_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: nothing was replaced, and no temporary file is left.
     """
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(data)
 
 
 def write_durably(path: Path, data: bytes | memoryview[Any]) -> None:
     """Replace a file, and wait until it would survive a power failure."""
-    with _replacing(path) as file:
+    with replacing(path, durable=True) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(path.parent)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, durable: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a binary file that replaces a file if the context exits normally.
+
+    ``durable``: it would then survive a power failure.
+    """
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode  # a directory is refused by the replacement
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # root could replace a device
@@ -72,10 +73,15 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with temporary.open("wb") as file:
             yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)  # a full disk needs its bytes
         raise
+    if durable:
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -263,7 +263,9 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
     if model is None or (
         last not in model.model_fields and model.model_config["extra"] == "forbid"
     ):
-        errors.add(name, "is not a known key", nearest_key(name), value=_literal(text))
+        remedy = nearest_key(name)
+        value = _shown(f"{name} {remedy}", _literal(text))
+        errors.add(name, "is not a known key", remedy, value=value)
         return
     if last not in model.model_fields:
         tree.setdefault(section, {})[last] = _literal(text)
@@ -277,21 +279,24 @@ def _override(tree: Tree, name: str, text: str, errors: ConfigErrors) -> None:
     if origin is tuple and not isinstance(literal, list):
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):
+        is_text = _has_text_values(model, last)
         if get_args(annotation)[1] == Name:  # values may have commas: NCCL_IB_HCA=mlx5_0,mlx5_1
             if parts and "=" not in parts[0]:
                 errors.add(name, "must be NAME=VALUE", f"use --{name} NAME=VALUE", value=text)
                 return
             pairs = [p.partition("=") for p in re.split(r"\s*,\s*(?=[^,=]+=)", text) if p.strip()]
-        else:
+        elif is_text:
+            pairs = [part.partition("=") for part in parts]
+        else:  # a path, which may contain '=', and a number
             pairs = [part.rpartition("=") for part in parts]
-        text_only = _has_text_values(model, last)
         literal = {
-            name or value: value if text_only else _literal(value) for name, _, value in pairs
+            name or value: (value if equals else name) if is_text else _literal(value)
+            for name, equals, value in pairs
         }
     try:
         if isinstance(literal, list | dict):
             model.model_validate_json(json.dumps({last: literal}, default=_no_json), strict=True)
-            value: Any = literal
+            value = literal
         else:
             value = getattr(model.model_validate_strings({last: text}), last)
     except ValidationError as error:
@@ -400,8 +405,14 @@ def _translate(
             default = "" if field.is_required() else f" (default {usual})"
             remedy = f"{field.description or kind.__name__}{default}"
         shown = " or ".join(dict.fromkeys(messages))
-        errors.add(f"{name}.{last}", shown, remedy, value=values.get(last, MISSING))
+        value = _shown(f"{name}.{last} {remedy}", values.get(last, MISSING))
+        errors.add(f"{name}.{last}", shown, remedy, value=value)
     return errors
+
+
+def _shown(text: str, value: object) -> object:
+    """Return a value for a message; hide it if ``text`` is about ``launch.secrets``."""
+    return "(not shown)" if "launch.secret" in text else value
 
 
 def _table_keys(kind: type[Section], name: str) -> list[str]:

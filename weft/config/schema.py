@@ -977,6 +977,22 @@ class DebugSection(Section):
     )
 
 
+SECRET_KINDS = ("env", "k8s-secret", "secretsmanager")  # of references to secrets
+
+
+def _check_references(secrets: dict[str, str]) -> dict[str, str]:
+    wrong = [name for name, text in secrets.items() if text.partition(":")[0] not in SECRET_KINDS]
+    if wrong:
+        # A text without NAME= would be the name.
+        names = [name for name in wrong if re.fullmatch("[A-Z_][A-Z0-9_]*", name)]
+        owner = f" for {', '.join(names)}" if len(names) == len(wrong) else ""
+        raise ValueError(f"has a value{owner} that is not a reference; others could read it")
+    return secrets
+
+
+Secrets = Annotated[dict[Text, Text], AfterValidator(_check_references)]
+
+
 class LaunchSection(Section):
     """Placement of the job that ``weft launch`` submits; the run ignores these keys.
 
@@ -1003,7 +1019,7 @@ class LaunchSection(Section):
         "image",
     )
     env: dict[Text, Name] = key({}, "environment variables of the job: NAME=VALUE; not for secrets")
-    secrets: dict[Text, Text] = key(
+    secrets: Secrets = key(
         {},
         "secret environment variables, by reference: NAME=k8s-secret:SECRET/KEY (Kubernetes), "
         "NAME=secretsmanager:ID[#FIELD] (AWS, read on the node), NAME=env:VARIABLE (Slurm, "

@@ -691,6 +691,8 @@ def _build_samples(
     store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int, scores: bool
 ) -> Samples:
     stream, separator = store.tokens(split), store.manifest.separator
+    if stream.client is not None:
+        stream.client.start_reader()
     if store.manifest.kind == "text" and section.packing != "best_fit":
         packing: Packing = "documents" if section.keeps_documents else "windows"
         begins = store.manifest.starts_at_separator

@@ -23,7 +23,6 @@ ends with the last connection; if it is killed, the next request starts another.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -36,6 +35,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
@@ -47,10 +47,11 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.files import storage_options
+from weft.config.files import replacing, storage_options
 from weft.config.locks import hold_lock, try_lock
 
 REQUEST_BYTES = 8 << 20  # of neighboring blocks that are fetched with one request
+COPY_BYTES = 2 << 20  # of a request for a part of a whole file, whose parts are needed at once
 NUM_THREADS = 16  # requests at a time
 RETRY_SECONDS = 600.0  # then a transient error is final
 MAX_DELAY = 15.0  # seconds between two attempts
@@ -154,6 +155,9 @@ def _file_system(scheme: str) -> Any:
             "read_timeout": 30,
             "max_pool_connections": NUM_THREADS,
         }
+        options["max_concurrency"] = (
+            1  # otherwise it asks for the size of an object before it reads
+        )
     return fsspec.filesystem(scheme, **options)
 
 
@@ -188,6 +192,93 @@ def _request(url: str, begin: int, end: int | None) -> bytes:
     scheme, _, path = url.partition("://")
     content: bytes = _file_system(scheme).cat_file(path, start=begin or None, end=end)
     return content
+
+
+def read_objects(urls: Sequence[str]) -> list[bytes | None]:
+    """Read small objects at the same time; None: there is no such object.
+
+    Raises:
+        InvalidConfig: one cannot be read.
+    """
+
+    def read(url: str) -> bytes | None:
+        try:
+            return read_object(url)
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(len(urls)) as pool:
+        return list(pool.map(read, urls))
+
+
+def copy_file(file: RemoteFile, target: Path) -> None:
+    """Copy a file of a store to this node, in parallel, and check its hashes.
+
+    Raises:
+        FetchFailed: it cannot be read.
+        OSError: the copy cannot be written.
+    """
+    count = max(1, COPY_BYTES // file.block_bytes)
+    runs = [
+        range(first, min(first + count, file.num_blocks))
+        for first in range(0, file.num_blocks, count)
+    ]
+    with replacing(target, durable=True) as output, ThreadPoolExecutor(NUM_THREADS) as pool:
+
+        def copy(run: range) -> None:
+            content = _read_blocks(file, run, _ignore_error)
+            os.pwrite(output.fileno(), content, file.range_of(run[0])[0])
+
+        copies = [pool.submit(copy, run) for run in runs]
+        while wait(copies, WAIT_SECONDS, FIRST_EXCEPTION).not_done:
+            if any(each.done() and each.exception() for each in copies):
+                pool.shutdown(cancel_futures=True)
+                break
+            when_waiting()
+        for each in copies:
+            if not each.cancelled():
+                each.result()
+
+
+def _read_blocks(file: RemoteFile, run: range, on_error: Callable[[str], None]) -> memoryview:
+    """Read neighboring blocks of a file with one request, and check their hashes.
+
+    ``on_error`` is called with a description of each transient error.
+
+    Raises:
+        FetchFailed: they cannot be read.
+    """
+    begin, end = file.range_of(run[0])[0], file.range_of(run[-1])[1]
+    start, attempt, num_damaged = time.monotonic(), 0, 0
+    while True:
+        problem: Problem | None
+        try:
+            data = memoryview(_request(file.url, begin, end))
+            damaged = [n for n in run if not file.matches(n, _part(file, n, data, begin))]
+            if not damaged:
+                return data
+            num_damaged += 1
+            error: Exception = ValueError("the content differs from its hash")
+            problem = None
+            if num_damaged == MAX_DAMAGED:
+                bounds = " to ".join(f"{byte:,}" for byte in file.range_of(damaged[0]))
+                rule = f"is damaged: bytes {bounds} differ from their hash in store.json"
+                problem = rule, "put the object there again, or prepare the data again"
+        except Exception as caught:  # every library has its own types
+            error, problem = caught, describe_problem(caught)
+            if problem is None and time.monotonic() - start > RETRY_SECONDS:
+                problem = _transient_problem(error, RETRY_SECONDS)
+        if problem is not None:
+            raise fetch_failed(file.url, problem) from error
+        attempt += 1
+        description = f"{type(error).__name__}: {error}"
+        print(f"{file.url}: attempt {attempt} failed: {description}", file=sys.stderr)
+        on_error(description)
+        time.sleep(retry_delay(attempt))
+
+
+def _ignore_error(_: str) -> None:
+    pass
 
 
 def open_object(url: str) -> Any:
@@ -407,32 +498,17 @@ class Reader:
     def _fetch(self, run: Sequence[Block]) -> Problem | None:
         """Fetch blocks of one file; return the problem, if there is one."""
         file = self.files[run[0][0]]
-        begin, end = file.range_of(run[0][1])[0], file.range_of(run[-1][1])[1]
-        start, attempt, num_damaged = time.monotonic(), 0, 0
-        while True:
-            try:
-                data = memoryview(_request(file.url, begin, end))
-                self.num_requests += 1
-                self.fetched_bytes += len(data)
-                damaged = [b for b in run if not file.matches(b[1], _part(file, b[1], data, begin))]
-                if not damaged:
-                    return self._publish(file, run, data, begin)
-                num_damaged += 1
-                if num_damaged == MAX_DAMAGED:
-                    bounds = " to ".join(f"{byte:,}" for byte in file.range_of(damaged[0][1]))
-                    rule = f"is damaged: bytes {bounds} differ from their hash in store.json"
-                    return rule, "put the object there again, or prepare the data again"
-                error: Exception = ValueError("the content differs from its hash")
-            except Exception as caught:  # every library has its own types
-                error = caught
-                if (problem := describe_problem(error)) is not None:
-                    return problem
-                if time.monotonic() - start > RETRY_SECONDS:
-                    return _transient_problem(error, RETRY_SECONDS)
-            attempt += 1
-            self._last_error = f"{type(error).__name__}: {error}"
-            print(f"{file.url}: attempt {attempt} failed: {self._last_error}", file=sys.stderr)
-            time.sleep(retry_delay(attempt))
+        numbers = range(run[0][1], run[-1][1] + 1)
+        try:
+            data = _read_blocks(file, numbers, self._keep_error)
+        except FetchFailed as failed:
+            return failed.errors[0].rule, failed.errors[0].remedy
+        self.num_requests += 1
+        self.fetched_bytes += len(data)
+        return self._publish(file, run, data, file.range_of(numbers[0])[0])
+
+    def _keep_error(self, description: str) -> None:
+        self._last_error = description
 
     def _publish(
         self, file: RemoteFile, run: Sequence[Block], data: memoryview, begin: int
@@ -548,7 +624,7 @@ def _reader_name(location: CacheLocation) -> str:
 def main() -> None:
     """Serve as the reader of a cache.
 
-    ``python -m weft.data.remote_tokens DIRECTORY LIMIT_BYTES``
+    ``python -m weft.data.remote_tokens DIRECTORY LIMIT_BYTES SCHEME START_LOCK``
     """
     location = CacheLocation(sys.argv[1], int(sys.argv[2]))
     directory = Path(location.directory)
@@ -563,10 +639,20 @@ def main() -> None:
                 listener.bind(path)
             os.chmod(directory / name, 0o600)
             listener.listen(1024)
+            os.close(int(sys.argv[4]))
+            # The first request needs the library of the store, which takes half a second to import.
+            threading.Thread(target=_connect_store, args=[sys.argv[3]], daemon=True).start()
             reader.serve(listener)
             fetched = f"{reader.fetched_bytes:,} bytes in {reader.num_requests:,} requests"
             print(f"no more connections; read {fetched}", file=sys.stderr)
             (directory / name).unlink(missing_ok=True)
+
+
+def _connect_store(scheme: str) -> None:
+    with suppress(Exception):  # the first request reports it
+        store = _file_system(scheme)
+        if scheme == "s3":
+            store.connect()
 
 
 # --------------------------------------------------------------------------- ranks
@@ -582,6 +668,17 @@ class ReaderClient:
         self._stream: Any = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+
+    def start_reader(self) -> None:
+        """Start the reader, unless there is one, before it is needed."""
+        directory, name = Path(self.location.directory), _reader_name(self.location)
+        with (directory / f"{name}.start").open("a") as start:
+            if not try_lock(start.fileno()):
+                return  # it starts
+            with (directory / f"{name}.lock").open("a") as lock:
+                if not try_lock(lock.fileno()):
+                    return  # it serves
+            self._start(directory, start.fileno())
 
     def announce(self, purpose: str, blocks: Iterable[Block]) -> None:
         """Name the blocks of the next steps, in order, in place of those named before."""
@@ -657,40 +754,35 @@ class ReaderClient:
     def _connect(self) -> None:
         """Connect to the reader; start it if there is none."""
         directory, name = Path(self.location.directory), _reader_name(self.location)
-        deadline, started, num_failed = time.monotonic() + CONNECT_SECONDS, 0.0, 0
+        deadline, num_failed = time.monotonic() + CONNECT_SECONDS, 0
         connection = socket.socket(socket.AF_UNIX)
-        with (directory / f"{name}.start").open("a") as start:
-            while True:
-                try:
-                    with _short_path(directory, name) as path:
-                        connection.connect(path)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline or num_failed == 3:
-                        raise self._broken_reader("does not start") from None
-                # One rank of the node starts it; the lock ends with this connection attempt.
-                is_alone = try_lock(start.fileno())
-                status = 0 if self._process is None else self._process.poll()
-                if is_alone and status is not None and time.monotonic() - started > 1.0:
-                    num_failed += status > 0
-                    self._start(directory)
-                    started = time.monotonic()
-                when_waiting()
-                time.sleep(0.02)
-            fcntl.flock(start, fcntl.LOCK_UN)
+        while True:
+            with suppress(OSError), _short_path(directory, name) as path:
+                connection.connect(path)
+                break
+            if self._process is not None and self._process.poll():
+                self._process = None
+                num_failed += 1
+            if time.monotonic() > deadline or num_failed == 3:
+                raise self._broken_reader("does not start")
+            self.start_reader()
+            when_waiting()
+            time.sleep(0.02)
         self._stream = connection.makefile("rwb")
         connection.close()  # the stream keeps it open
 
-    def _start(self, directory: Path) -> None:
+    def _start(self, directory: Path, start_lock: int) -> None:
         with (directory / "reader.log").open("wb") as log:
             command = [sys.executable, "-P", "-m", "weft.data.remote_tokens"]
-            arguments = [str(directory), str(self.location.limit_bytes)]
+            scheme = next(iter(self.files.values())).url.partition("://")[0]
+            arguments = [str(directory), str(self.location.limit_bytes), scheme, str(start_lock)]
             self._process = subprocess.Popen(
                 [*command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # signals of a terminal are for the ranks
+                pass_fds=[start_lock],  # locked until it serves: there is one start at a time
             )
 
     def _broken_reader(self, rule: str) -> FetchFailed:
@@ -752,16 +844,23 @@ class RemoteColumn:
     """Numbers of a file in a bucket; slices are arrays."""
 
     def __init__(self, file: RemoteFile, dtype: str, location: CacheLocation) -> None:
-        self._file, self._dtype, self._location = file, np.dtype(dtype), location
+        self.file, self._dtype, self._location = file, np.dtype(dtype), location
 
     def __len__(self) -> int:
-        return self._file.size_bytes // self._dtype.itemsize
+        return self.file.size_bytes // self._dtype.itemsize
+
+    @property
+    def block_length(self) -> int:
+        """Return the number of entries of a block."""
+        return (self.file.block_bytes if self.file.block_xxh3 else self.file.size_bytes) // (
+            self._dtype.itemsize
+        )
 
     @property
     def client(self) -> ReaderClient:
         """Return the connection of this process."""
         client = get_client(self._location)
-        client.files[self._file.key] = self._file
+        client.files[self.file.key] = self.file
         return client
 
     def list_blocks(self, begin: int, end: int) -> list[Block]:
@@ -769,11 +868,11 @@ class RemoteColumn:
         size = self._dtype.itemsize
         if not (begin < end):
             return []
-        if not self._file.block_xxh3:
-            return [(self._file.key, 0)]
-        width = self._file.block_bytes
+        if not self.file.block_xxh3:
+            return [(self.file.key, 0)]
+        width = self.file.block_bytes
         return [
-            (self._file.key, number)
+            (self.file.key, number)
             for number in range(begin * size // width, -(-end * size // width))
         ]
 
@@ -784,7 +883,7 @@ class RemoteColumn:
         if len(blocks) > 1:
             client.ensure(blocks)
         for block in blocks:
-            first, last = self._file.range_of(block[1])
+            first, last = self.file.range_of(block[1])
             low, high = max(begin * size, first), min(end * size, last)
             parts.append(client.read(block, low - first, high - first))
         return np.frombuffer(b"".join(parts), self._dtype)

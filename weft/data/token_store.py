@@ -26,7 +26,6 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,8 +49,10 @@ from weft.data.remote_tokens import (
     ReaderClient,
     RemoteColumn,
     RemoteFile,
+    copy_file,
     fetch_failed,
     read_object,
+    read_objects,
 )
 from weft.data.tokenizer import load_tokenizer
 
@@ -82,6 +83,9 @@ class TokenStream:
         ]
         self._remote = next((s for s in self._shards if isinstance(s, RemoteColumn)), None)
         self._begins = np.cumsum([0, *(len(shard) for shard in shards)]).tolist()
+        self._columns = [shard for shard in self._shards if isinstance(shard, RemoteColumn)]
+        num_blocks = (column.file.num_blocks if len(column) else 0 for column in self._columns)
+        self._first_blocks = np.cumsum([0, *num_blocks]).tolist()
 
     def __len__(self) -> int:
         return int(self._begins[-1])
@@ -114,17 +118,29 @@ class TokenStream:
 
     def list_blocks(self, starts: Ints, lengths: Ints) -> list[Block]:
         """Return the distinct blocks of windows of a store in a bucket, in order."""
-        blocks: dict[Block, None] = {}
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            number = bisect_right(self._begins, start) - 1
-            while number < len(self._shards) and self._begins[number] < start + length:
-                column, begin = self._shards[number], self._begins[number]
-                if isinstance(column, RemoteColumn):
-                    _ = column.client  # knows the file from now on
-                    first, last = max(start - begin, 0), min(start + length - begin, len(column))
-                    blocks.update(dict.fromkeys(column.list_blocks(first, last)))
-                number += 1
-        return list(blocks)
+        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        if self._remote is None or not len(starts):
+            return []
+        # Blocks are numbered over all files; a window needs those from its first to its last.
+        first = self._number_blocks(starts)
+        counts = self._number_blocks(starts + lengths - 1) - first + 1
+        number = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        _, places = np.unique(number, return_index=True)
+        blocks = []
+        for each in number[np.sort(places)].tolist():
+            shard = bisect_right(self._first_blocks, each) - 1
+            column = self._columns[shard]
+            _ = column.client  # knows the file from now on
+            blocks.append((column.file.key, each - self._first_blocks[shard]))
+        return blocks
+
+    def _number_blocks(self, positions: Ints) -> Ints:
+        """Return the block of each token, counted over all files, int64 (n,)."""
+        shards = np.searchsorted(self._begins, positions, side="right") - 1
+        offsets = positions - np.array(self._begins)[shards]
+        widths = np.array([column.block_length for column in self._columns])
+        blocks: Ints = np.array(self._first_blocks)[shards] + offsets // widths[shards]
+        return blocks
 
     def find_token(self, token: int) -> NDArray[np.int64]:
         """Return the positions of ``token``, int64."""
@@ -252,7 +268,7 @@ class Store:
         if self.url and not file.is_file():
             with hold_lock(self.path / "lock", lambda: None):
                 if not file.is_file():
-                    write_durably(file, np.asarray(self.column(shard, dtype)).data)
+                    copy_file(self.remote_file(shard), file)
         return map_shard(self.path, dtype, shard)
 
     def split(self, name: SplitName) -> Split:
@@ -422,7 +438,12 @@ def copy_small_files(url: str, parent: Path, location: CacheLocation) -> Path:
         OSError: the copies cannot be written.
     """
     url = url.rstrip("/")
-    manifest_data = _read_small_file(f"{url}/{STORE_FILE}")
+    names = [STORE_FILE, TOKENIZER_FILE, RECORD_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE]
+    contents = dict(zip(names, read_objects([f"{url}/{name}" for name in names]), strict=True))
+    for name in (STORE_FILE, TOKENIZER_FILE):  # not every store has the others
+        if contents[name] is None:
+            raise fetch_failed(f"{url}/{name}", GONE)
+    manifest_data = contents[STORE_FILE] or b""
     directory = parent / hash_json([url, xxh3_128_hexdigest(manifest_data)])
     remote = {"url": url, "location": list(location)}
     with hold_lock(directory / "lock", lambda: None):
@@ -437,19 +458,11 @@ def copy_small_files(url: str, parent: Path, location: CacheLocation) -> Path:
                 rule = f"needs files that are not in the bucket, such as {external[0]}"
                 remedy = "prepare the data from text, or use a store on a disk of all nodes"
                 raise InvalidConfig([ConfigError("data.path", url, rule, remedy)])
-            write_durably(directory / TOKENIZER_FILE, _read_small_file(f"{url}/{TOKENIZER_FILE}"))
-            for name in (RECORD_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE):
-                with suppress(FileNotFoundError):  # not every store has them
-                    write_durably(directory / name, read_object(f"{url}/{name}"))
+            for name in names[1:]:
+                if (content := contents[name]) is not None:
+                    write_durably(directory / name, content)
             write_json(directory / REMOTE_FILE, remote)  # last
     return directory
-
-
-def _read_small_file(url: str) -> bytes:
-    try:
-        return read_object(url)
-    except FileNotFoundError as error:
-        raise fetch_failed(url, GONE) from error
 
 
 def _read_manifest(directory: Path) -> Manifest:
