@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.requests import request
+from tests.cluster.requests import format_errors, request
 from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import job_placement, kubernetes, sagemaker, skypilot, slurm
@@ -18,7 +18,7 @@ from weft.cluster.job_placement import (
     find_unused_keys,
     merge_fields,
 )
-from weft.cluster.submit import CLUSTERS
+from weft.cluster.submit import CLUSTERS, get_cluster
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import LaunchSection
@@ -199,6 +199,116 @@ def test_resolve_secrets_keeps_what_is_set() -> None:
     assert environment == {"HF_TOKEN": SECRET}
 
 
+KEYS = {
+    "kubernetes": {"mounts": "/runs=pvc:runs"},
+    "sagemaker": {
+        "bucket": "s3://abc",
+        "role": "arn:aws:iam::123456789012:role/r",
+        "instance_type": "ml.p5.48xlarge",
+    },
+    "skypilot": {"bucket": "s3://abc"},
+    "slurm": {},
+}
+SOURCES = {"kubernetes": "pvc:a", "sagemaker": "s3://abc/a", "skypilot": "s3://abc"}
+
+
+def launch_errors(on: str, **launch: str) -> str:
+    mounts = ",".join(filter(None, (KEYS[on].get("mounts"), launch.pop("mounts", ""))))
+    keys = KEYS[on] | launch | ({"mounts": mounts} if mounts else {})
+    return format_errors(get_cluster(on).find_errors(request(IMAGE, launch=keys)))
+
+
+@pytest.mark.parametrize("on", ["kubernetes", "sagemaker", "skypilot", "slurm"])
+def test_mount_that_hides_what_the_job_needs_is_refused(on: str) -> None:
+    source = SOURCES.get(on, "host:/a")
+    for path in ("/dev/shm", "/etc/weft", "/usr", "/usr/lib", "/opt/weft", "/proc/x", "/var"):
+        assert "would hide a directory that the job needs" in launch_errors(
+            on, mounts=f"{path}={source}"
+        )
+        assert launch_errors(on, mounts=f"{path}=image") == ""  # nothing is mounted
+    for path in ("/data", "/usr/local/data", "/home", "/opt/models", "/runs2", "/etc/models"):
+        assert launch_errors(on, mounts=f"{path}={source}") == ""
+    shared = launch_errors(on, mounts=f"/tmp={source}")
+    assert ("share their temporary files" in shared) == (on != "slurm")
+
+
+def test_mount_that_the_cluster_would_refuse_is_refused() -> None:
+    for path in ("/shm", "/recipe", "/agent"):
+        assert "has the same name as one of weft's own" in launch_errors(
+            "kubernetes", mounts=f"{path}=pvc:a"
+        )
+    for path in ("/training", "/train", "/recipe"):
+        assert "has the same name as one of weft's own" in launch_errors(
+            "sagemaker", mounts=f"{path}=s3://abc/a"
+        )
+    assert "would hide" in launch_errors("sagemaker", mounts="/opt/ml/model=s3://abc/a")
+    assert "would hide" in launch_errors("kubernetes", mounts="/opt/ml/input/config=pvc:a")
+    for path in ("/a:b", f"/{'a' * 64}"):
+        assert "longer than 63 characters" in launch_errors("kubernetes", mounts=f"{path}=pvc:a")
+    for source in ("pvc:a/../b", "pvc:a//b", "host:/a/../b"):
+        assert "launch.mounts./a" in launch_errors("kubernetes", mounts=f"/a={source}")
+
+
+@pytest.mark.parametrize("on", ["kubernetes", "sagemaker", "skypilot", "slurm"])
+def test_secret_in_a_visible_variable_is_refused_without_showing_it(on: str) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MLFLOW_PASSWORD"):
+        text = launch_errors(on, env=f"{name}=0123456789abcdef")
+        assert f"launch.env.{name}" in text
+        assert "give it by launch.secrets, with a reference: " in text
+        assert "0123456789" not in text
+    for line in (f"export A={SECRET}", "HF_TOKEN='0123456789' x", "git clone https://a:b@c/d"):
+        text = launch_errors(on, setup=line)
+        assert text.startswith('launch.setup="(not shown)" has a secret that everybody')
+    env = "TOKENIZERS_PARALLELISM=false,AWS_TOKEN_FILE=/var/run/a/token,EOS_TOKEN=</s>,A=s3://a:b"
+    lines = 'export HF_TOKEN=$(cat /run/secrets/hf); export WANDB_API_KEY="$KEY"; a https://a:$B@c'
+    assert launch_errors(on, env=env, setup=lines) == ""
+
+
+def test_secret_that_is_also_in_the_environment_is_not_shown() -> None:
+    launch = {"env": f"A={SECRET}", "secrets": "A=secretsmanager:a"}
+    text = launch_errors("kubernetes", **launch)
+    assert "is also in launch.secrets" in text
+    assert SECRET not in text
+
+
+def test_toleration_may_have_an_effect() -> None:
+    taints = "a/gpu,b=true,c:NoExecute,d=x:NoSchedule"
+    launch = {"tolerations": taints, "mounts": "/runs=pvc:a"}
+    text = kubernetes.render(request(IMAGE, launch=launch))
+    runtime = next(yaml.safe_load_all(text))
+    [job] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["template"]["spec"]["tolerations"] == [
+        {"key": "a/gpu", "operator": "Exists"},
+        {"key": "b", "operator": "Equal", "value": "true"},
+        {"key": "c", "operator": "Exists", "effect": "NoExecute"},
+        {"key": "d", "operator": "Equal", "value": "x", "effect": "NoSchedule"},
+    ]
+    for taint in ("a:Never", "a=b c", "a=b:c"):
+        assert "must be KEY[=VALUE][:EFFECT]" in launch_errors("kubernetes", tolerations=taint)
+
+
+def test_value_that_kubernetes_would_refuse_is_refused(tmp_path: Path) -> None:
+    for launch in (
+        *({"labels": "a=b c"}, {"labels": "a b=c"}, {"labels": f"a={'b' * 64}"}),
+        *({"node_labels": "a=b|c d"}, {"exclude": "bad node"}, {"exclude": "@no-file"}),
+        *({"cpus": "0"}, {"memory": "0.0"}),
+    ):
+        assert f"launch.{next(iter(launch))}" in launch_errors("kubernetes", **launch)
+    assert launch_errors("kubernetes", labels="a/b=c", node_labels="a=b|c", cpus="0.5") == ""
+    assert "launch.priority" in launch_errors("kubernetes", priority="high")
+    assert launch_errors("kubernetes", priority="high", queue="team") == ""
+    file = tmp_path / "nodes"
+    file.write_text("n7 # slow\n")
+    launch = {"exclude": f"n1,@{file}", "mounts": "/runs=pvc:a"}
+    assert "n1\n" in (text := kubernetes.render(request(IMAGE, launch=launch)))
+    assert "- n7\n" in text
+
+
+def test_node_name_with_a_blank_is_refused_on_slurm() -> None:
+    assert "launch.exclude" in launch_errors("slurm", exclude="n 1")
+    assert launch_errors("slurm", exclude="n[1-3],@file") == ""
+
+
 # --------------------------------------------------------------------------- patch
 
 
@@ -231,6 +341,10 @@ def test_patch_of_a_manifest_changes_the_object_of_its_kind(tmp_path: Path) -> N
     [
         ("kind: TrianJob", "has a document of kind TrianJob, which the manifest does not have"),
         ("- a", "has a document that is not an object"),
+        (
+            "spec: {}",
+            "without the kind of the object that it changes. Write 'kind: TrainingRuntime",
+        ),
         ("a: [", "is not valid YAML"),
         (None, "cannot be read: No such file"),
     ],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -30,13 +31,15 @@ RUNS = "/runs"  # directory of the runs in a container, unless run.dir is below 
 # Keys with directories that each node may have for itself.
 NODE_KEYS = ("data.cache_dir", "compile.cache_dir", "checkpoint.local_dir")
 # Keys that are not reported as unused: weft itself reads them.
-COMMON = "time_limit image setup mounts env secrets bucket price_per_gpu_hour exclude patch options"
+COMMON = "image setup mounts env secrets bucket price_per_gpu_hour patch options"
 # Keys that each kind of cluster uses, besides `COMMON`.
 SUPPORTED = {
-    "slurm": "queue priority reservation topology cpus memory container srun_options",
-    "kubernetes": "instance_type network queue priority topology node_labels tolerations cpus "
-    "memory role namespace kind pull_secrets labels",
-    "sagemaker": "instance_type region reservation disk spot role subnets security_groups labels",
+    "slurm": "time_limit queue priority reservation topology exclude cpus memory container "
+    "srun_options",
+    "kubernetes": "time_limit instance_type network queue priority topology node_labels "
+    "tolerations exclude cpus memory role namespace kind pull_secrets labels",
+    "sagemaker": "time_limit instance_type region reservation disk spot role subnets "
+    "security_groups labels",
     "skypilot": "instance_type region network cpus memory disk spot labels",
 }
 MOUNT_SOURCES = {
@@ -75,8 +78,8 @@ FILE_SYSTEM = "fs-[0-9a-f]{8,18}"
 # By the kind of a mount, without the kind's name and ':'.
 SOURCE_RULES = {
     "pvc": Rule(
-        "[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/.+)?",
-        "does not name a PersistentVolumeClaim",
+        "[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[^/]+)*",
+        "does not name a PersistentVolumeClaim, or a directory of it",
         "use pvc:CLAIM, or pvc:CLAIM/DIRECTORY",
     ),
     "host": Rule("/.*", "is not an absolute directory of the node", "use host:/DIRECTORY"),
@@ -111,7 +114,26 @@ REFERENCE_RULES = {
         "use secretsmanager:NAME, or secretsmanager:NAME#FIELD for one field of a JSON secret",
     ),
 }
-QUANTITY = "[0-9]+([.][0-9]+)?"
+# Secrets by the name of a variable, and by the form of a value.
+SECRET_NAME = re.compile("(.+_)?(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)")
+SECRET_VALUE = re.compile(
+    r"\bhf_[A-Za-z0-9]{10,}|\b(gh[pousr]_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}"
+    r"|://[^/\s:@]*:[^/\s:@$]+@"
+)
+MIN_SECRET = 7  # characters
+EXPORT = re.compile(r"\b([A-Za-z_]\w*)=['\"]?([^\s'\"$`]\S*)")
+# Directories that a mount would hide from the job, exactly or with all in them.
+SYSTEM = "bin boot etc lib lib64 opt root run sbin usr usr/bin usr/lib usr/local usr/local/bin var"
+HIDDEN = "|".join(
+    [f"/({'|'.join(SYSTEM.split())})", "/(dev|proc|sys|etc/weft|opt/weft|opt/amazon)(/.*)?"]
+)
+# And those of a kind of cluster.
+HIDDEN_ON = {"sagemaker": "/opt/ml(/.*)?", "kubernetes": "/opt/ml/input/config(/.*)?"}
+# Volumes and channels that weft itself adds.
+OWN_NAMES = {"kubernetes": ("shm", "recipe", "agent"), "sagemaker": ("recipe", "training", "train")}
+MAX_MOUNT_NAME = 63
+QUANTITY = "(?!0+(?:[.]0+)?[+]?$)[0-9]+([.][0-9]+)?"
+LABEL_VALUE = "([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?"
 LABEL = "([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?"
 OBJECT = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 OBJECT_WORDS = "must be a name of Kubernetes: a to z, digits, '-' and '.'"
@@ -179,8 +201,14 @@ RULES: dict[str, dict[str, Rule]] = {
     "pull_secrets": {"kubernetes": Rule(OBJECT, OBJECT_WORDS, "use the name of a Secret")},
     "tolerations": {
         "kubernetes": Rule(
-            f"{LABEL}(=.*)?", "must be KEY or KEY=VALUE of a taint", "use nvidia.com/gpu"
+            f"{LABEL}(={LABEL_VALUE})?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+            "must be KEY[=VALUE][:EFFECT] of a taint",
+            "use nvidia.com/gpu",
         )
+    },
+    "exclude": {
+        "kubernetes": Rule(f"@.+|{OBJECT}", "must be a host name, or @FILE", "use ip-10-1-2-3"),
+        "slurm": Rule(r"@.+|[^\s@]+", "must be the name of a node, or @FILE", "use node-1"),
     },
     "subnets": {
         "": Rule("subnet-[0-9a-z]+", "must be IDs of subnets", "use subnet-0a1b2c3d"),
@@ -292,6 +320,8 @@ def check_placement(on: str, job: Job, required: Sequence[str]) -> ConfigErrors:
         for text in value if isinstance(value, tuple) else (value,):
             if not re.fullmatch(rule.pattern, str(text)):
                 errors.add(f"launch.{name}", rule.rule, rule.remedy, value=text)
+    if on == "kubernetes":
+        errors += _check_labels(job)
     if on != "slurm":
         for name, value in launch.options.items():
             typed = suggest(name, fields) if name not in fields else f"use launch.{name}={value}"
@@ -302,8 +332,23 @@ def check_placement(on: str, job: Job, required: Sequence[str]) -> ConfigErrors:
     return errors
 
 
+def _check_labels(job: Job) -> ConfigErrors:
+    """Check the labels of Kubernetes, which its server would refuse."""
+    errors, launch = ConfigErrors(job), job.launch
+    for name, labels in (("labels", launch.labels), ("node_labels", launch.node_labels)):
+        for label, text in labels.items():
+            key, values = f"launch.{name}.{label}", text.split("|") if "_" in name else [text]
+            if not re.fullmatch(LABEL, label):
+                rule = "does not have the name of a label: letters, digits, '-', '_' and '.'"
+                errors.add(key, rule, "remove it, and use another name")
+            elif not all(re.fullmatch(LABEL_VALUE, value) for value in values):
+                rule = "must have at most 63 letters, digits, '-', '_' and '.'"
+                errors.add(key, rule, "remove it, or use another value")
+    return errors
+
+
 def _check_mounts(on: str, job: Job) -> ConfigErrors:
-    errors, seen = ConfigErrors(job), dict[str, str]()
+    errors, seen = ConfigErrors(job), dict.fromkeys(OWN_NAMES.get(on, ()), "one of weft's own")
     examples = MOUNT_SOURCES[on]
     for path, text in job.launch.mounts.items():
         key, mount = f"launch.mounts.{path}", parse_source(path, text)
@@ -313,8 +358,21 @@ def _check_mounts(on: str, job: Job) -> ConfigErrors:
         elif mount is None or mount.kind not in examples:
             rule = f"is not a source that {on} mounts"
             errors.add(key, rule, f"use {_list([*examples.values()])}")
-        elif not re.fullmatch((form := SOURCE_RULES[mount.kind]).pattern, mount.source):
+        elif not re.fullmatch(
+            (form := SOURCE_RULES[mount.kind]).pattern, mount.source
+        ) or ".." in mount.source.split("/"):
             errors.add(key, form.rule, form.remedy)
+        elif mount.kind == "image":
+            continue  # nothing is mounted
+        elif re.fullmatch(f"{HIDDEN}|{HIDDEN_ON.get(on, '')}", mount.path):
+            rule = "would hide a directory that the job needs: the image's own, or the cluster's"
+            errors.add(key, rule, "remove it, and mount the source at another directory")
+        elif mount.path == "/tmp" and mount.kind != "host":
+            rule = "would make the nodes share their temporary files"
+            errors.add(key, rule, "remove it, and mount the source at another directory")
+        elif on in OWN_NAMES and (":" in mount.path or len(mount.name) > MAX_MOUNT_NAME):
+            rule = f"has ':', or is longer than {MAX_MOUNT_NAME} characters"
+            errors.add(key, rule, "remove it, and mount the source at another directory")
         elif other := seen.get(mount.name):
             errors.add(key, f"has the same name as {other}: {mount.name}", "use another directory")
         else:
@@ -337,8 +395,29 @@ def _check_secrets(on: str, job: Job) -> ConfigErrors:
         elif not re.fullmatch((form := REFERENCE_RULES[kind]).pattern, reference):
             errors.add(key, form.rule, form.remedy)
         if name in job.launch.env:
-            errors.add(f"launch.env.{name}", "is also in launch.secrets", "remove it")
+            rule = "is also in launch.secrets"
+            errors.append(ConfigError(f"launch.env.{name}", "(not shown)", rule, "remove it"))
+    visible = "a secret that everybody who may read the job would see"
+    reference = f"launch.secrets, with a reference: {_list([*examples.values()])}"
+    for name, text in job.launch.env.items():
+        if is_secret(name, text) and name not in job.launch.secrets:
+            remedy = f"remove it, and give it by {reference}"
+            errors.append(
+                ConfigError(f"launch.env.{name}", "(not shown)", f"has {visible}", remedy)
+            )
+    for line in job.launch.setup:
+        exports = EXPORT.findall(line)
+        if SECRET_VALUE.search(line) or any(is_secret(*export) for export in exports):
+            remedy = f"remove the value, and give it by {reference}"
+            errors.append(ConfigError("launch.setup", "(not shown)", f"has {visible}", remedy))
+            break
     return errors
+
+
+def is_secret(name: str, text: str) -> bool:
+    """Return True if a variable seems to hold a secret."""
+    has_name = SECRET_NAME.fullmatch(name.upper()) is not None
+    return SECRET_VALUE.search(text) is not None or (has_name and len(text) > MIN_SECRET)
 
 
 def find_unused_keys(on: str, launch: LaunchSection) -> Iterator[str]:
@@ -360,6 +439,16 @@ def find_unused_keys(on: str, launch: LaunchSection) -> Iterator[str]:
 
 def _list(words: Sequence[str]) -> str:
     return " or ".join(words)
+
+
+def read_excluded(placement: Placement) -> list[str]:
+    """Return the nodes that ``launch.exclude`` names, also in its files that are here."""
+    names = [*placement.exclude]
+    for file in placement.exclude_files:
+        with suppress(OSError, UnicodeDecodeError):
+            lines = expand_path(file).read_text("utf-8").splitlines()
+            names += [words[0] for line in lines if (words := line.partition("#")[0].split())]
+    return [*dict.fromkeys(names)]
 
 
 # --------------------------------------------------------------------------- paths
@@ -531,7 +620,10 @@ def merge_documents(documents: Sequence[dict[str, Any]], file: str) -> list[dict
             kind = kinds[0]
         if kind not in kinds:
             rule = f"has a document of kind {kind}, which the manifest does not have"
-            errors.add("launch.patch", rule, f"use {_list(list(map(str, kinds)))}", value=file)
+            if kind is None:
+                rule = "has a document without the kind of the object that it changes"
+            remedy = f"write 'kind: {_list(list(map(str, kinds)))}' in it"
+            errors.add("launch.patch", rule, remedy, value=file)
             continue
         number = kinds.index(kind)
         merged[number] = merge_fields(merged[number], patch)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.cluster import REQUEUE, UNHEALTHY
-from weft.cluster.job_placement import Mount, check_placement
+from weft.cluster.job_placement import Mount, check_placement, read_excluded
 from weft.cluster.job_request import (
     RUN_DIR,
     JobRequest,
@@ -38,7 +38,7 @@ from weft.cluster.job_request import (
 )
 from weft.cluster.log_rules import hang_rule
 from weft.config.errors import ConfigErrors, WeftError
-from weft.config.files import replace_text
+from weft.config.files import expand_path, replace_text
 from weft.plan.instance_types import find_instance_type
 from weft.train.environment import PORT
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
@@ -83,9 +83,14 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     if launch.kind == "hyperpod" and request.job.resilience.time_limit:
         rule = "makes the operator of HyperPod restart the ranks when they have saved and exited"
         errors.add("resilience.time_limit", rule, "use 0, and launch.time_limit")
-    if launch.topology and not launch.queue:
-        rule = "needs Kueue, which places the pods of its queues"
-        errors.add("launch.topology", rule, "give --launch.queue VALUE, or remove it")
+    for key in ("topology", "priority"):
+        if getattr(launch, key) and not launch.queue:
+            rule = "needs Kueue, which places the pods of its queues"
+            errors.add(f"launch.{key}", rule, "give --launch.queue VALUE, or remove it")
+    for name in request.placement.exclude_files:
+        if not expand_path(name).is_file():
+            rule = f"names the file {name}, which does not exist"
+            errors.add("launch.exclude", rule, "use a file of this machine, or host names")
     if launch.image == "auto":
         rule = "is not possible: neither Kubernetes nor Kubeflow has an image with weft"
         remedy = "give --launch.image VALUE, an image with weft: see docs/kubernetes.md"
@@ -201,16 +206,16 @@ def _node_terms(request: JobRequest) -> Iterator[dict[str, Any]]:
         labels.setdefault(INSTANCE_LABEL, launch.instance_type)
     for label, value in labels.items():
         yield {"key": label, "operator": "In", "values": value.split("|")}
-    if placement.exclude:
-        yield {"key": HOST_LABEL, "operator": "NotIn", "values": list(placement.exclude)}
+    if excluded := read_excluded(placement):
+        yield {"key": HOST_LABEL, "operator": "NotIn", "values": excluded}
 
 
 def _tolerate(taint: str) -> dict[str, str]:
-    """Return the toleration of a taint, with any effect."""
+    """Return the toleration of a taint, KEY[=VALUE][:EFFECT]."""
+    taint, _, effect = taint.partition(":")
     key, has_value, value = taint.partition("=")
-    if has_value:
-        return {"key": key, "operator": "Equal", "value": value}
-    return {"key": key, "operator": "Exists"}
+    fields = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+    return {"key": key} | fields | ({"effect": effect} if effect else {})
 
 
 def _resources(request: JobRequest) -> dict[str, Any]:

@@ -28,7 +28,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from markupsafe import Markup
 
 from weft.cluster import REQUEUE, hyperpod
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
-from weft.cluster.job_placement import check_placement
+from weft.cluster.job_placement import check_placement, read_excluded
 from weft.cluster.job_request import (
     RUN_DIR,
     JobRequest,
@@ -306,8 +305,7 @@ def render(request: JobRequest) -> str:
             options["mem"] = "0"  # all memory; else the cluster's default, which may be small
     values = {name: str(getattr(launch, name)) for name in PLACEMENT_OPTIONS.values()}
     values["memory"] += "G" if launch.memory else ""
-    excluded = (*request.placement.exclude, *_read_excluded(request))
-    values["exclude"] = ",".join(dict.fromkeys(excluded))
+    values["exclude"] = ",".join(read_excluded(request.placement))
     options |= {
         option: value for option, name in PLACEMENT_OPTIONS.items() if (value := values[name])
     }
@@ -351,16 +349,6 @@ def render(request: JobRequest) -> str:
         exclude_files=Markup(shlex.join(exclude_files)),
         name=request.name,
     )
-
-
-def _read_excluded(request: JobRequest) -> list[str]:
-    """Return the nodes in the files of ``launch.exclude``, if the files are here."""
-    names = []
-    for file in request.placement.exclude_files:
-        with suppress(OSError, UnicodeDecodeError):
-            lines = expand_path(file).read_text("utf-8").splitlines()
-            names += [words[0] for line in lines if (words := line.partition("#")[0].split())]
-    return names
 
 
 def _environment(request: JobRequest) -> dict[str, str]:

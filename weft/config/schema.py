@@ -1058,7 +1058,7 @@ class LaunchSection(Section):
         {}, "labels that the nodes must have: LABEL=VALUE, or LABEL=VALUE|VALUE (Kubernetes)"
     )
     tolerations: tuple[Text, ...] = key(
-        (), "taints of nodes that the pods tolerate: KEY or KEY=VALUE (Kubernetes)"
+        (), "taints of nodes that the pods tolerate: KEY[=VALUE][:EFFECT] (Kubernetes)"
     )
     exclude: tuple[Text, ...] = key(
         (),
