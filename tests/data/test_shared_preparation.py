@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,44 @@ def test_work_that_another_has_completed_ends(cache: Path) -> None:
     assert isinstance(result, shared_preparation.Completed)
     [result] = start_workers(1, lambda: square_all(cache, complete))  # at the start
     assert isinstance(result, shared_preparation.Completed)
+
+
+def test_work_that_another_completes_ends_workers_whose_heartbeat_goes_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for a result of the other, which was removed before it was listed."""
+    monkeypatch.setattr(shared_preparation, "BEAT_SECONDS", 100.0)
+    work, final = cache / "preparing" / "work", cache / "final"
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(shared_preparation._Units(work / "squares", final, 2))
+            for _ in range(2)
+        ]
+        units = [worker.claim() for worker in workers]
+        assert sorted(map(str, units)) == ["0", "1"]
+        for worker in workers:
+            time.sleep(FAST["POLL_SECONDS"])
+            assert worker.refresh() == set()
+            assert worker.claim() is None  # the other one lives
+        for worker, unit in zip(workers, units, strict=True):
+            worker.publish(int(str(unit)), b"[]")
+        put_if_absent(final, b"done")  # by a third worker, which has listed the results
+        work.fs.rm(work.path, recursive=True)  # type: ignore[attr-defined]
+        for worker in workers:
+            worker._beat()
+        time.sleep(FAST["POLL_SECONDS"])
+        for worker in workers:
+            with pytest.raises(shared_preparation.Completed):
+                worker.refresh()
+
+
+def test_work_that_is_complete_at_the_start_leaves_no_heartbeat(cache: Path) -> None:
+    put_if_absent(cache / "final", b"done")
+    work = cache / "preparing" / "work"
+    with pytest.raises(shared_preparation.Completed):
+        square_all(cache, lambda number, advance: number)
+    time.sleep(3 * FAST["BEAT_SECONDS"])
+    assert not (work / "squares").exists()
 
 
 def make(cache: Path, name: str = "work", source: str = "web") -> list[str]:

@@ -186,11 +186,12 @@ class _Units:
 
     def __enter__(self) -> _Units:
         self._beat()
-        if self._final.exists():  # after the heartbeat: see refresh()
+        try:
+            self.refresh()
+        except BaseException:
             self._clear()
-            raise Completed
+            raise
         self._thread.start()
-        self.refresh()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -253,11 +254,10 @@ class _Units:
             entries = directory.fs.ls(directory.path, detail=True)
         except FileNotFoundError:
             entries = []
+        # Objects are removed after the final one is put, so without it the listing lacks none.
+        if self._final.exists():
+            raise Completed
         infos = {entry["name"].rpartition("/")[2]: entry for entry in entries}
-        if f"worker-{self._worker}" not in infos:  # objects are removed after the final one is put
-            if self._final.exists():
-                raise Completed
-            self._beat()
         errors = sorted(name for name in infos if name.startswith("error-"))
         if self._known_errors is None:
             self._known_errors = errors  # of earlier attempts
