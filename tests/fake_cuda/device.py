@@ -110,12 +110,10 @@ def make_generator() -> Any:
 
         device = torch.device("cuda", 0)
 
-        def _same(self, *args: Any) -> Any:
-            return self
-
-        clone_state = manual_seed = get_state = set_state = _same
-        graphsafe_get_state = graphsafe_set_state = _same
-
+    for name in ("clone_state", "manual_seed", "get_state", "set_state"):
+        setattr(Generator, name, lambda self, *args: self)
+    for name in ("graphsafe_get_state", "graphsafe_set_state"):
+        setattr(Generator, name, lambda self, *args: self)
     return Generator()
 
 

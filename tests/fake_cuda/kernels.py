@@ -90,7 +90,7 @@ class KernelCollector:
         return self.torch_compile(fn, **(options | {"backend": backend}))
 
     def _inner_compile(self, name: str) -> Callable[..., Any]:
-        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         def generate(graph: Any, inputs: Any, **options: Any) -> Any:
             key = (name, "backward" if options.get("is_backward") else "forward")

@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -173,7 +174,7 @@ class StepCounter(TorchDispatchMode):
                 key = f"{kind} {self.axes.get(find_group_name(args), 'all ranks')}"
                 step.collectives[key] += 1
                 size = max((t.numel() * t.element_size() for t in tensors), default=0)
-                step.megabytes[key] += size / 1e6
+                step.megabytes.update({key: size / 1e6})  # type: ignore[dict-item]
         elif name in MATMULS:
             is_float8 = "Float8" in type(tensors[0]).__name__ or "scaled" in name
             dtype = "float8" if is_float8 else str(tensors[0].dtype).removeprefix("torch.")
@@ -207,7 +208,7 @@ class GraphCounter:
 
     def __init__(self, counter: StepCounter, async_tp: bool) -> None:
         from torch._dynamo.backends.common import aot_autograd
-        from torch._inductor.compile_fx import min_cut_rematerialization_partition
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         self.counter, self.async_tp = counter, async_tp
@@ -221,7 +222,7 @@ class GraphCounter:
         )
 
     def _compiler(self, kind: str) -> Callable[..., Any]:
-        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
             self.counter.is_compiling = True
@@ -248,8 +249,9 @@ class GraphCounter:
         """Stand in for `weft.parallel.compile.compile_function`."""
         key = function, dynamic
         if key not in self.functions:
-            options = {"dynamic": dynamic, "fullgraph": True, "backend": self.backend}
-            self.functions[key] = torch.compile(function, **options)
+            self.functions[key] = torch.compile(
+                function, dynamic=dynamic, fullgraph=True, backend=self.backend
+            )
         return self.functions[key]
 
 
@@ -366,11 +368,11 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         (torch, "_fused_sdp_choice", choose_kernel),
         (Tensor, "pin_memory", lambda tensor: tensor),
         (apply, "enable_async_tp", lambda group: None),
-        (attention.F, "scaled_dot_product_attention", choose_attention),
+        (torch.nn.functional, "scaled_dot_product_attention", choose_attention),
         (
             attention,
             "_compiled_flex_attention",
-            lambda: graphs.compile_function(attention.flex_attention, True),
+            lambda: graphs.compile_function(flex_attention, True),
         ),
         (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
     ]

@@ -1,6 +1,9 @@
-"""Tests that need a GPU: kernels and compiled code.
+"""Tests of a GPU's kernels and compiled code.
 
 python -m pytest tests/gpu
+
+Tests that also make sense without a GPU run on the CPU there, so that their calls of weft are
+checked everywhere.
 """
 
 from __future__ import annotations
@@ -18,58 +21,66 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.small import SMALL, before_each_step, small_job
 from weft.checkpoint import commit
 from weft.checkpoint.fingerprint import fingerprint
+from weft.checkpoint.shard_files import write_shards
 from weft.config.schema import OptimSection
 from weft.data.dataset import open_dataset
 from weft.models.attention import attend, document_mask
 from weft.models.decoder import SHARDING, Decoder
 from weft.models.families.llama import PRESETS
+from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import build_adamw
-from weft.parallel import block_attention as blocks_of
+from weft.parallel import block_attention
+from weft.parallel.block_attention import list_blocks
 from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor_parallel import apply_tensor_parallel
+from weft.parallel.token_split import split_sequences
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train import loop
 from weft.train.loop import train
 from weft.train.setup import Rank, fastest_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-CUDA = torch.device("cuda", 0)
+HAS_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 
 
 def heads(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
     shapes = [(2, tokens, 8, 64), (2, tokens, 2, 64), (2, tokens, 2, 64)]
-    return [torch.randn(s, device=CUDA, dtype=dtype, requires_grad=True) for s in shapes]
+    return [torch.randn(s, device=DEVICE, dtype=dtype, requires_grad=True) for s in shapes]
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_on_cuda_equals_float64_on_the_cpu(documents: bool) -> None:
+def test_attention_equals_float64_on_the_cpu(documents: bool) -> None:
     """Compare the bfloat16 kernels of a run with float64 on the CPU."""
     numbers = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
     q, k, v = heads(1024, torch.bfloat16)
-    with fastest_attention(CUDA):
-        out = attend(q, k, v, document_mask(numbers.to(CUDA)) if documents else None)
+    with fastest_attention(DEVICE):
+        out = attend(q, k, v, document_mask(numbers.to(DEVICE)) if documents else None)
         upstream = torch.randn_like(out)
         grads = torch.autograd.grad(out, (q, k, v), upstream)
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in (q, k, v)]
-    expected = attend(*exact, document_mask(numbers) if documents else None)  # type: ignore[arg-type]
+    exact_q, exact_k, exact_v = exact
+    expected = attend(exact_q, exact_k, exact_v, document_mask(numbers) if documents else None)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
     theirs = torch.autograd.grad(expected, exact, upstream.double().cpu())
     for local, other in zip(grads, theirs, strict=True):
         assert (local.double().cpu() - other).norm() < 0.01 * other.norm()
 
 
+@needs_gpu
 def test_attention_uses_a_flash_kernel() -> None:
     """Attention with grouped queries stores no scores in memory."""
     q, k, v = heads(4096, torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with fastest_attention(CUDA):
+    with fastest_attention(DEVICE):
         attend(q, k, v, None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 8  # a quarter of the scores
 
@@ -77,18 +88,19 @@ def test_attention_uses_a_flash_kernel() -> None:
 def attend_second_rank(documents: torch.Tensor | None, qkv: list[torch.Tensor]) -> Any:
     """Return output and gradients of rank 1 of 2 from the blocks of all-gathered attention."""
     q, k, v, upstream = qkv
-    if documents is None:
-        (blocks,) = blocks_of.allgather_blocks(1, 2, q.shape[1], load_balance=True)
-    else:
-        (blocks,) = blocks_of.document_blocks(documents, 1, 2, load_balance=True, ring=False)
-    kv, out = torch.cat((k, v)), blocks_of.empty_float32(q)
+    boundaries = [[0, k.shape[1]]]
+    if documents is not None:
+        boundaries = block_attention.document_boundaries(documents)
+    split = split_sequences(boundaries, 2, True)
+    (blocks,) = list_blocks(boundaries, 1, split, ring=False)
+    kv, out = torch.cat((k, v)), block_attention.empty_float32(q)
     lse = out.new_empty(q.shape[0], q.shape[2], q.shape[1])
     for block in blocks:
-        blocks_of.accumulate_block(q, kv, block, out, lse, compiled=q.is_cuda)
-    sums = blocks_of.empty_float32(q).zero_(), blocks_of.empty_float32(kv).zero_()
+        block_attention.accumulate_block(q, kv, block, out, lse, compiled=q.is_cuda)
+    sums = block_attention.empty_float32(q).zero_(), block_attention.empty_float32(kv).zero_()
     for block in blocks:
         saved = q, out.to(q.dtype), lse
-        blocks_of.accumulate_block_grad(upstream, saved, kv, block, sums, compiled=q.is_cuda)
+        block_attention.accumulate_block_grad(upstream, saved, kv, block, sums, compiled=q.is_cuda)
     return out, *sums
 
 
@@ -100,8 +112,8 @@ def test_blocks_of_context_parallelism_equal_float64_on_the_cpu(
     """cuDNN or FlashAttention, in 32 bit the memory-efficient kernel, and compiled sums."""
     ids = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
     shapes = [(2, 512, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64), (2, 512, 8, 64)]
-    qkv = [torch.randn(shape, device=CUDA, dtype=dtype) for shape in shapes]
-    with fastest_attention(CUDA):
+    qkv = [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
+    with fastest_attention(DEVICE):
         results = attend_second_rank(ids if documents else None, qkv)
     exact = [x.double().cpu() for x in qkv]
     for local, other in zip(
@@ -114,7 +126,7 @@ def test_blocks_of_context_parallelism_equal_float64_on_the_cpu(
 def test_low_precision_adamw_compiled_equals_the_cpu(states: Any) -> None:
     """The compiled update kernel equals the eager operators on the CPU."""
     start = torch.randn(64, 128)
-    params = [nn.Parameter(start.clone()), nn.Parameter(start.to(CUDA))]
+    params = [nn.Parameter(start.clone()), nn.Parameter(start.to(DEVICE))]
     section = OptimSection(lr=1e-2, state_dtype=states)
     optimizers = [
         build_adamw([{"params": [param], "weight_decay": 0.1, "matrices": True}], section)
@@ -136,9 +148,9 @@ def test_low_precision_adamw_compiled_equals_the_cpu(states: Any) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> None:
     """Tensor core matmuls equal high-precision matmuls of rounded inputs."""
-    linear = nn.Linear(512, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
-    x = torch.randn(2, 64, 512, device=CUDA, dtype=torch.bfloat16)
-    upstream = torch.randn(2, 64, 256, device=CUDA, dtype=torch.bfloat16)
+    linear = nn.Linear(512, 256, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(2, 64, 512, device=DEVICE, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 64, 256, device=DEVICE, dtype=torch.bfloat16)
     results = []
     for emulate in (False, True):
         model = nn.Sequential(copy.deepcopy(linear))
@@ -146,11 +158,12 @@ def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> Non
         inputs = x.clone().requires_grad_()
         run: Any = torch.compile(model, fullgraph=True) if compiled and not emulate else model
         out = run(inputs)
-        results.append((out, *torch.autograd.grad(out, (inputs, model[0].weight), upstream)))
+        results.append((out, *torch.autograd.grad(out, (inputs, *model.parameters()), upstream)))
     for real, emulated in zip(*results, strict=True):
         assert (real - emulated).norm() < 0.01 * emulated.norm()
 
 
+@needs_gpu
 def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
     """Compile a sequence-parallel block for 8 fake ranks."""
     import torch._inductor.fx_passes.micro_pipeline_tp as passes
@@ -175,10 +188,10 @@ def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
             model = Decoder(model_config)
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
         apply_tensor_parallel(model, mesh, SHARDING, model_config, sequence_parallel=True)
-        model.to_empty(device=CUDA).to(torch.bfloat16)
+        model.to_empty(device=DEVICE).to(torch.bfloat16)
         block = model.layers["0"]
         block.compile(fullgraph=True)
-        x = torch.zeros(1, 256, model_config.dim, device=CUDA, dtype=torch.bfloat16)
+        x = torch.zeros(1, 256, model_config.dim, device=DEVICE, dtype=torch.bfloat16)
         cos, sin = model.rope(8 * 256, None, torch.bfloat16)
         with (
             patch.object(passes, "micro_pipeline_tp_pass", watched),
@@ -195,6 +208,7 @@ def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
     assert backward["fused_all_gather_matmul"] == 2
 
 
+@needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_run_on_the_gpu_equals_the_cpu(compiled: bool, tmp_path: Path, store_path: Path) -> None:
     import subprocess
@@ -224,16 +238,19 @@ def train_on_gpu(store_path: Path, *overrides: tuple[str, str]) -> None:
     """Train in this process."""
     job = small_job(("run.device", "cuda"), *overrides)
     plan = resolve(job, Machine("cuda", 1, torch.cuda.get_device_name(), world_size=1))
-    store = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=CUDA)
+    backend, store = "cpu:gloo,cuda:nccl", HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=DEVICE)
     try:
-        train(plan, open_dataset(store_path), Rank(0, 0, 1, CUDA), Console(quiet=True))
+        train(plan, open_dataset(store_path), Rank(0, 0, 1, DEVICE), Console(quiet=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
 
 
-def test_host_waits_once_per_recorded_step(tmp_path: Path, store_path: Path) -> None:
+@needs_gpu
+def test_host_waits_once_per_recorded_step(
+    tmp_path: Path, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host waits in recorded steps only; the first steps load kernels."""
     begun: list[int] = []  # number of waits before each step
     with warnings.catch_warnings(record=True) as waits:
@@ -242,7 +259,7 @@ def test_host_waits_once_per_recorded_step(tmp_path: Path, store_path: Path) -> 
         def count_waits(step: int) -> None:
             begun.append(sum("synchronizing" in str(wait.message) for wait in waits))
 
-        enter_phase = loop.enter_phase
+        monkeypatch.setattr(loop, "enter_phase", enter_phase)  # restored at the end
         before_each_step(count_waits)
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -254,25 +271,27 @@ def test_host_waits_once_per_recorded_step(tmp_path: Path, store_path: Path) -> 
                 ("monitor.layer_grad_norms", "true"),
             )
         finally:
-            loop.enter_phase = enter_phase
+            monkeypatch.undo()
     counts = [after - before for before, after in pairwise(begun)]
     assert counts[5:16] == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]  # of steps 6 to 16
 
 
+@needs_gpu
 @pytest.mark.parametrize("async_save", ["false", "true"])
 def test_save_does_not_wait_for_the_gpu_once_copied(
     async_save: str, tmp_path: Path, store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that writes would wait for all kernels of training, for each tensor again."""
-    write, is_copied = commit.write_shards, []
+    is_copied = []
 
     def write_without_gpu(path: Path, shards: Any, durable: bool = True) -> Any:
         for shard in shards:
             assert not any(rows.is_cuda for rows in shard.rows)
             assert isinstance(shard.fingerprint, int)
-            is_copied.append(fingerprint(*shard.rows, shard.offsets, shard.shape))
+            (rows,) = shard.rows
+            is_copied.append(fingerprint(rows, shard.offsets, shard.shape))
             assert int(is_copied[-1]) == shard.fingerprint  # of the GPU
-        return write(path, shards, durable)
+        return write_shards(path, shards, durable)
 
     monkeypatch.setattr(commit, "write_shards", write_without_gpu)
     train_on_gpu(

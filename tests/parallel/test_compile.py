@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import re
 import subprocess
 import sys
+import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,16 @@ from tests.parallel.test_layouts import check_any
 from tests.small import SMALL, loader_of, plan_here, small_job, this_rank
 from weft.data.dataset import open_dataset
 from weft.models.decoder import Decoder
+from weft.models.families import gemma3
 from weft.models.families.llama import PRESETS
+from weft.models.layers import NUM_COMPILED_VARIANTS
 from weft.monitor.terminal import quiet_console
 from weft.parallel.compile import (
     NO_GRAPH_CAPTURED,
     CompileLog,
     apply_compile,
     describe_graph_break,
+    find_cache_dir,
 )
 from weft.parallel.dtensor import to_local
 from weft.train.loop import train
@@ -135,6 +141,36 @@ def test_compile_blocks_share_a_graph(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     compile_log.check(list(model.layers.values()))
     assert not any(NO_GRAPH_CAPTURED in message for message in messages)
+
+
+def test_compile_training_evaluation_and_prompts_have_enough_variants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of two kinds, with and without gradients, for batches of several sizes."""
+    config = torch._dynamo.config
+    monkeypatch.setattr(config, "recompile_limit", 8)  # torch's own, restored after the test
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Decoder(gemma3.PRESETS["toy"])
+    apply_compile(list(model.layers.values()), str(tmp_path))
+    for batch_size, length, trains in product((2, 1), (32, 33, 7), (True, False)):
+        with torch.set_grad_enabled(trains):
+            model(torch.zeros(batch_size, length, dtype=torch.int64))
+    assert 8 < torch._dynamo.utils.counters["stats"]["unique_graphs"] < NUM_COMPILED_VARIANTS
+
+
+def test_compile_cache_is_of_the_user_and_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert find_cache_dir("~/code") == Path.home() / "code"
+    path = find_cache_dir("auto")
+    assert path.parent == tmp_path
+    assert path.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    (tmp_path / f"weft-compile-{os.getuid()}").mkdir()  # by another user
+    assert not find_cache_dir("auto").is_relative_to(tmp_path)
 
 
 def train_with_cp(store: str, directory: str, disabled: bool) -> str:

@@ -560,6 +560,24 @@ def test_float8_training_loss_equals_float32(recipe: str, store_path: Path, tmp_
     assert ours != plain
 
 
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_compiled_has_the_settings_of_the_compiler(recipe: str, experts: bool) -> None:
+    """Also for layers that torchao does not convert: MXFP8 and experts."""
+    model = parse(EXPERTS)[1] if experts else []
+    keys = [*MODEL, *model, ("precision.float8", recipe), ("compile.enable", "true")]
+    assert run_ranks(compiler_settings, 1, keys) == [(recipe.startswith("rowwise"), True)]
+
+
+def compiler_settings(keys: Overrides) -> tuple[bool, bool]:
+    """Return whether casts are kept, and whether maxima are those that Triton compiles right."""
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    build(plan_here(small_job(*keys)), this_rank())
+    return config.emulate_precision_casts, "tl.where" in TritonOverrides.maximum("a", "b")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_float8_linear_accepts_strided_rows(recipe: str) -> None:
     """Context-parallel attention of one head returns a slice of padded heads."""

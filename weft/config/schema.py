@@ -790,7 +790,9 @@ class CompileSection(Section):
 
     enable: bool = key(False, "compile each block with torch.compile")
     cache_dir: Text = key(
-        "~/.cache/weft/compile", "directory of compiled code, reused by the next start"
+        "auto",
+        "directory of compiled code, reused by the next start; auto: in the temporary directory of "
+        "each node",
     )
 
 

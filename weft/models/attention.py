@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from weft.config.accelerators import supports
 from weft.models.decoder_config import DecoderConfig
-from weft.models.layers import build_norm, multiply
+from weft.models.layers import allow_recompilation, build_norm, multiply
 from weft.models.rotary import apply_rope
 
 Mask = Tensor | BlockMask | None
@@ -158,6 +158,7 @@ def interval_block_mask(starts_BT: Tensor) -> BlockMask:
 
 @cache
 def _compiled_flex_attention() -> Any:
+    allow_recompilation()
     return torch.compile(flex_attention, dynamic=False)
 
 

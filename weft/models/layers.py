@@ -223,6 +223,17 @@ def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
 
 
+# The shapes of training, evaluation and prompts; torch's limit is 8.
+NUM_COMPILED_VARIANTS = 64
+
+
+def allow_recompilation() -> None:
+    """Let torch.compile compile `NUM_COMPILED_VARIANTS` variants of a function."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, NUM_COMPILED_VARIANTS)
+
+
 def group_sizes(counts_E: Tensor, total: int) -> list[int]:
     """Return the values of ``counts_E``, or equal shares of ``total`` if it is fake.
 

@@ -24,7 +24,7 @@ from weft.parallel.activation_checkpoint import (
 from weft.parallel.compile import CompileOptions, apply_compile
 from weft.parallel.context_parallel import apply_context_parallel
 from weft.parallel.data_parallel import apply_fsdp
-from weft.parallel.float8 import apply_float8
+from weft.parallel.float8 import apply_float8, prepare_compiler
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import ComputeCopies
 from weft.parallel.private import enable_async_tp
@@ -81,6 +81,8 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if plan.float8 != "none":
         matrices = find_float8_matrices(job.precision, plan.model, family, plan.tp)
         float8_names = [matrix.name for matrix in matrices]
+        if plan.is_compiled:
+            prepare_compiler(plan.float8)
         if not plan.lora_rank:
             apply_float8(model, plan.float8, float8_names, plan.float8_emulated)
 

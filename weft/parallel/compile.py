@@ -12,16 +12,19 @@ saves.  FSDP's hooks stay outside.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.config.files import expand_path
+from weft.config.files import expand_path, user_cache_dir
+from weft.models.layers import allow_recompilation
 from weft.parallel.private import (
     collect_recompile_reasons,
     disable_recompile_limit,
@@ -43,12 +46,13 @@ def apply_compile(
 
     Args:
         blocks: modules of one class, which share the compiled code.
-        cache_dir: directory for compiled code.
+        cache_dir: see `find_cache_dir`.
         fullgraph: fail at a graph break.
         dynamic: compile for sizes that change; None: once one has changed.
         options: options of torch.compile for some of the blocks.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(expand_path(cache_dir))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(find_cache_dir(cache_dir))
+    allow_recompilation()
     for block in blocks:
         block.forward = torch.compile(
             block.forward,
@@ -56,6 +60,20 @@ def apply_compile(
             dynamic=dynamic,
             options=options.get(block) if options else None,
         )
+
+
+def find_cache_dir(setting: str) -> Path:
+    """Return the directory of ``compile.cache_dir``.
+
+    *auto* is a directory of the user on this node: ranks of many nodes that compile into a shared
+    home directory wait for its locks, and nodes may differ in their processors and GPUs.
+    """
+    if setting != "auto":
+        return expand_path(setting)
+    path = Path(tempfile.gettempdir()) / f"weft-compile-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    # Its files are executed, so they must not be another user's.
+    return path if path.stat().st_uid == os.getuid() else user_cache_dir() / "compile"
 
 
 NO_GRAPH_CAPTURED = (

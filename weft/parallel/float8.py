@@ -33,6 +33,8 @@ much smaller than the largest (about 2**-14 for e4m3) that they become subnormal
 *Emulation.*  On devices without float8 matmuls, factors are cast and then multiplied in float32.
 The rounding is the same, but it is slower than no float8.
 
+*Compiled*, float8 needs two settings of the compiler; see `prepare_compiler`.
+
 torchao is imported only when a layer is converted, because the import takes seconds.
 """
 
@@ -76,6 +78,26 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
             module.product = partial(float8_grouped_linear, recipe=recipe, emulate=emulate)
         elif name in selected:
             model.set_submodule(name, convert(module))
+
+
+def prepare_compiler(recipe: str) -> None:
+    """Set what torch.compile needs for float8; call it before the first compilation.
+
+    Inductor keeps fused values in float32 where the eager operators round them to bfloat16.  With a
+    scale per row, the recomputed input of a layer then differs from the one of the forward pass,
+    and training ends in NaN after some 40 steps (pytorch/pytorch#150859).  So these recipes round
+    as the eager operators do.
+
+    Triton 3.8 stores transposed float8 numbers wrongly beside some maxima
+    (triton-lang/triton#11111).  torchao avoids them when it converts a linear layer, but MXFP8's
+    layers and experts are not converted by torchao.
+    """
+    from torch._inductor import config
+
+    if recipe.startswith("rowwise"):
+        config.emulate_precision_casts = True
+    patch = import_quietly("torchao.float8._inductor_patch")
+    patch._patch_inductor_min_max_codegen()
 
 
 def is_float8_expert(module: nn.Module) -> bool:

@@ -321,7 +321,8 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, *[(known * grad).to(dtype) for known, dtype in grads], *[None] * ctx.count
+        # In place: a second float32 (V, D) tensor would set the step's peak memory.
+        return None, *[known.mul_(grad).to(dtype) for known, dtype in grads], *[None] * ctx.count
 
 
 class SequenceLosses(NamedTuple):
