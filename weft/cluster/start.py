@@ -35,14 +35,14 @@ from weft.cluster.rank_exit import (
     write_torchrun_error,
 )
 from weft.cluster.requeue import record_final_failure, record_start
-from weft.cluster.run_files import intact_checkpoint_step, write_run_files
 from weft.cluster.watchdog import start_watchdog
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
 from weft.config.formatting import display_path
 from weft.config.locks import lock_directory
 from weft.config.schema import Job
-from weft.estimate.memory_check import RunPrediction, predict_run
+from weft.estimate.memory_check import predict_run
+from weft.monitor.device_memory import RunPrediction
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step, read_tail
 from weft.monitor.prometheus import serve_metrics
@@ -61,6 +61,7 @@ from weft.train.environment import is_agent_rank
 from weft.train.job_checks import plan_with_data
 from weft.train.machine import detect_machine
 from weft.train.run_data import hydrate_start, load_dataset, load_dataset_on_host
+from weft.train.run_files import intact_checkpoint_step, write_run_files
 from weft.train.state import checkpoint_dir
 
 stop_requested = threading.Event()  # by a signal that arrived before the ranks started

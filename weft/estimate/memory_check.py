@@ -7,16 +7,13 @@ memory runs out.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.config.errors import MISSING, ConfigError, InvalidConfig
-from weft.config.files import replace_text
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware, device_spec
-from weft.monitor.device_memory import PREDICTION
+from weft.monitor.device_memory import RunPrediction
 from weft.plan.devices import CPU_DEVICE, GIB, get_device
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import estimate_memory_bytes
@@ -29,25 +26,6 @@ if TYPE_CHECKING:
 TRACE_THRESHOLD = 0.5
 # A traced plan may exceed the memory by this fraction, the error of the prediction.
 TOLERANCE = 0.05
-
-
-@dataclass(frozen=True)
-class RunPrediction:
-    """Predicted memory and step time of the fullest rank.
-
-    ``memory_gib``: as a run measures it (`Forecast.recorded_bytes`); ``seconds``: step time by
-    cause (`weft.estimate.cost.Seconds`); None if not predicted.
-    """
-
-    by: str  # "a trace" or "arithmetic"
-    memory_gib: float
-    categories_gib: dict[str, float]
-    step_seconds: float | None
-    seconds: dict[str, float] | None
-
-    def __str__(self) -> str:
-        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s per step"
-        return f"{self.memory_gib:.1f} GiB on the fullest rank{speed}, by {self.by}"
 
 
 def predict_run(plan: Plan, machine: Machine, force: bool) -> tuple[RunPrediction | None, str]:
@@ -134,12 +112,3 @@ def memory_error(plan: Plan, machine: Machine, prediction: Forecast) -> ConfigEr
 
 def _describe_need(prediction: Forecast) -> str:
     return prediction.bottlenecks[0].removeprefix("memory: ")
-
-
-def save_prediction(prediction: RunPrediction | None, run_dir: Path) -> None:
-    """Write a prediction to the run directory, or remove an older one."""
-    path = run_dir / PREDICTION
-    if prediction is None:
-        path.unlink(missing_ok=True)
-    else:
-        replace_text(path, json.dumps(asdict(prediction), indent=2) + "\n")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ from torch import Tensor
 
 from weft.config.accelerators import supports
 from weft.config.errors import WeftError
-from weft.config.files import read_json
+from weft.config.files import read_json, replace_text
 from weft.parallel.dtensor import plain_tensors
 from weft.parallel.private import dump_memory_snapshot
 from weft.plan.plan import Plan
 
-PREDICTION = "expected.json"  # in the run directory; `weft.estimate.memory_check` writes it
+PREDICTION = "expected.json"  # in the run directory
 OTHERS, FRAGMENTS = "activations, gathered parameters and temporaries", "fragmentation"
 
 
@@ -35,6 +37,34 @@ def memory_peak_gib(device: torch.device) -> float:
         return torch.accelerator.max_memory_reserved(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """Memory and step time of the fullest rank, as `weft.estimate` predicts them.
+
+    ``memory_gib``: as a run measures it; ``seconds``: step time by cause
+    (`weft.estimate.cost.Seconds`); None if not predicted.
+    """
+
+    by: str  # "a trace" or "arithmetic"
+    memory_gib: float
+    categories_gib: dict[str, float]
+    step_seconds: float | None
+    seconds: dict[str, float] | None
+
+    def __str__(self) -> str:
+        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s per step"
+        return f"{self.memory_gib:.1f} GiB on the fullest rank{speed}, by {self.by}"
+
+
+def save_prediction(prediction: RunPrediction | None, run_dir: Path) -> None:
+    """Write a prediction to the run directory, or remove an older one."""
+    path = run_dir / PREDICTION
+    if prediction is None:
+        path.unlink(missing_ok=True)
+    else:
+        replace_text(path, json.dumps(asdict(prediction), indent=2) + "\n")
 
 
 def read_prediction(run_dir: Path) -> dict[str, Any]:

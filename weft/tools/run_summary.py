@@ -19,8 +19,8 @@ from weft.data.inspect import describe_packing
 from weft.data.loader import build_mixture
 from weft.data.source import STDLIB, STORIES
 from weft.data.tokenizer import has_excess_padding
-from weft.estimate.memory_check import RunPrediction
 from weft.monitor.anomaly import divergence_of
+from weft.monitor.device_memory import RunPrediction
 from weft.monitor.jsonl import read_tail
 from weft.monitor.run_reader import RunReader
 from weft.monitor.step_timer import goodput

@@ -17,7 +17,7 @@ from weft.config.writer import to_toml
 from weft.data.dataset import Dataset
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE, format_record
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from weft.estimate.memory_check import RunPrediction, save_prediction
+from weft.monitor.device_memory import RunPrediction, save_prediction
 from weft.monitor.event_log import note_event
 from weft.plan.plan import Plan
 from weft.train.early_stopping import read_early_stop
