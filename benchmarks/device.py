@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.cluster.device_benchmark import matmul_flops, median_seconds, memory_bandwidth
+from weft.estimate.device_speed import matmul_flops, median_seconds, memory_bandwidth
 from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device, user_cluster_files
 
 

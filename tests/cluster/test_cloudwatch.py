@@ -22,17 +22,22 @@ from tests.monitor.test_step_record import record
 from tests.small import records
 from weft.cli.main import main
 from weft.cluster import FAILED, USAGE_ERROR, sagemaker
-from weft.cluster.cloudwatch import metric_definitions
+from weft.cluster.sagemaker import objective_metrics
 from weft.config.schema import Job, TrainSection
+from weft.monitor.cloudwatch import metric_definitions
 from weft.monitor.terminal import STEP_LINE, Terminal, quiet_console
 
 OBJECTIVES = ("next_token", "dpo", "orpo")
 
 
+def definitions_of(objective: str) -> list[dict[str, str]]:
+    return metric_definitions(objective_metrics(Job(train=TrainSection(objective=objective))))
+
+
 def read_metrics(text: str, objective: str = "next_token") -> dict[str, list[float]]:
     """Read a job's output as SageMaker does: each line is an event, the first group a value."""
     values: dict[str, list[float]] = {}
-    for definition in metric_definitions(Job(train=TrainSection(objective=objective))):
+    for definition in definitions_of(objective):
         for line in text.splitlines():
             if match := re.search(definition["Regex"], line):
                 values.setdefault(definition["Name"], []).append(float(match[1]))
@@ -41,7 +46,7 @@ def read_metrics(text: str, objective: str = "next_token") -> dict[str, list[flo
 
 def test_definitions_fit_the_limits_of_sagemaker() -> None:
     for objective in OBJECTIVES:
-        definitions = metric_definitions(Job(train=TrainSection(objective=objective)))
+        definitions = definitions_of(objective)
         assert len({item["Name"] for item in definitions}) == len(definitions) <= 40
         assert all(len(item["Name"]) <= 255 for item in definitions)
         assert all(len(item["Regex"]) <= 500 for item in definitions)
@@ -125,7 +130,7 @@ def test_dashboard_of_a_submitted_job_has_every_metric(
         rows += properties["metrics"]
     name = "mine-261129-120000"
     own = {row[1] for row in rows if row[2:] == ["TrainingJobName", name]}
-    assert own == {item["Name"] for item in metric_definitions(job.job)}
+    assert own == {item["Name"] for item in metric_definitions(objective_metrics(job.job))}
     hosts = {row[3] for row in rows if row[1:3] == ["GPUUtilization", "Host"]}
     assert hosts == {f"{name}/algo-1", f"{name}/algo-2"}
     assert {row[0] for row in rows} == {"/aws/sagemaker/TrainingJobs"}

@@ -23,7 +23,7 @@ from tests.cluster.test_node_checks import STATE
 from tests.cluster.test_rendezvous import free_port
 from weft.cli.main import main
 from weft.cluster import UNHEALTHY, USAGE_ERROR
-from weft.cluster.device_benchmark import measure_devices, time_cpu_burst
+from weft.cluster.device_benchmark import measure_devices
 from weft.cluster.doctor import (
     UNHEALTHY_NODES_DIR,
     collect_job_facts,
@@ -33,6 +33,7 @@ from weft.cluster.doctor import (
 from weft.cluster.node_facts import Facts
 from weft.cluster.probes import probe_directory, probe_endpoint, run_tool, supports_locks
 from weft.config.reader import read_job
+from weft.estimate.device_speed import time_cpu_burst
 from weft.monitor.run_reader import read_event_log
 
 pytestmark = pytest.mark.timeout(300, method="signal")

@@ -14,7 +14,7 @@ from tests.cluster.hyperpod_operator import RULES
 from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from tests.small import small_job
 from weft.cluster import kubernetes
-from weft.cluster.log_rules import hang_rule
+from weft.cluster.hyperpod import hang_rule
 from weft.cluster.submit import build_request
 from weft.plan.plan import Machine
 

@@ -56,7 +56,6 @@ IMAGE = Image(
     user="root",
     temporary="/tmp",
     home="/root/.cache",
-    encoding="UTF-8",
 )
 NO_EFA_FACTS = {"ofi_plugin": "", "ofi_plugin_paths": (), "libfabric_paths": (), "libfabric": ""}
 
@@ -97,7 +96,6 @@ def test_image_of_the_dockerfile_has_no_bad_finding() -> None:
         ({}, {"python": ""}, "command", "warning", "SageMaker"),
         ({}, {"private": ("/root",)}, "command", "warning", "/root"),
         ({}, {"temporary": ""}, "user", "bad", "temporary"),
-        ({}, {"encoding": "ISO-8859-1"}, "encoding", "warning", "ISO-8859-1"),
         ({}, {"mount_points": ("/fsx",)}, "mount points (SageMaker)", "warning", "/fsx"),
         # Variables are those of an image for EFA, although the build machine has no adapter.
         ({"variables": {"FI_PROVIDER": "tcp"}}, {}, "variables", "bad", "FI_PROVIDER=tcp"),
@@ -188,7 +186,7 @@ def test_collect_image_reads_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert image.providers == "efa:\n    version: 204.0\n"
     assert image.command == str(tmp_path / "bin" / "weft")
     assert image.missing["s3"] == ()
-    assert (image.encoding, image.home) == ("UTF-8", str(tmp_path / "cache"))
+    assert image.home == str(tmp_path / "cache")
 
 
 # --------------------------------------------------------------------------- command

@@ -23,8 +23,9 @@ from weft.cluster.node_facts import (
     Node,
     ObjectStore,
 )
-from weft.cluster.probes import find_mount, read_cgroup_limits
+from weft.cluster.probes import find_mount
 from weft.cluster.variable_checks import VARIABLES, Variable, check_variables, match_interfaces
+from weft.config.host_limits import read_cgroup_limits
 from weft.monitor.nvml import TIMED_OUT, Gpu, GpuState
 
 GIB = 2**30

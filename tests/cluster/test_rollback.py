@@ -10,8 +10,8 @@ import pytest
 from tests.cluster.conftest import Finished, run_joined
 from tests.small import newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
+from weft.cli.checkpoint_commands import roll_back
 from weft.cli.main import main
-from weft.cluster.start import rollback
 from weft.config.errors import InvalidConfig
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -33,7 +33,7 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
     before = newest_state(tmp_path / "run")
 
     with pytest.raises(InvalidConfig, match=r"Use one of \[0, 5, 10, 15, 20\]"):
-        rollback(tmp_path / "run", 7)
+        roll_back(tmp_path / "run", 7)
     monkeypatch.chdir(tmp_path)
     assert main(["rollback", "run", "10"]) == 0
     output = capsys.readouterr().out
@@ -52,4 +52,4 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
 
 def test_rollback_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="is not a run directory"):
-        rollback(tmp_path / "nothing", 7)
+        roll_back(tmp_path / "nothing", 7)

@@ -17,13 +17,13 @@ import pytest
 
 from tests.cluster.requests import format_errors, own_recipe, request
 from weft.cluster import sagemaker
-from weft.cluster.cloudwatch import metric_definitions
 from weft.cluster.job_placement import check_job_paths
 from weft.cluster.job_request import JobRequest
 from weft.cluster.sagemaker_entry import Container, train_arguments
 from weft.cluster.sagemaker_request import request_shape, to_python
 from weft.cluster.sagemaker_storage import verify_file_systems
 from weft.config.errors import InvalidConfig, WeftError
+from weft.monitor.cloudwatch import metric_definitions
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 
@@ -389,7 +389,9 @@ def test_request_has_the_requested_values() -> None:
             "TrainingImage": IMAGE[1],
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["python", "-m", "weft.cluster.sagemaker_entry"],
-            "MetricDefinitions": metric_definitions(REQUESTS["one"].job),
+            "MetricDefinitions": metric_definitions(
+                sagemaker.objective_metrics(REQUESTS["one"].job)
+            ),
         },
         "HyperParameters": {
             "recipe": "demo",

@@ -20,8 +20,8 @@ from tests.monitor.test_spot_notice import INTERRUPTION, TERMINATE, FakeMetadata
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cluster import FAILED, REQUEUE, start
-from weft.cluster.rank_exit import process_status
 from weft.monitor import spot_notice
+from weft.monitor.process import process_status
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

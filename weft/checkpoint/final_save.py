@@ -42,6 +42,7 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.owner import write_owner
 from weft.checkpoint.shard_files import Json
 from weft.config.files import replace_text
+from weft.config.host_limits import read_memory_sizes
 from weft.config.mounts import existing_parent, find_mount
 from weft.config.schema import CheckpointSection
 from weft.config.storage import is_remote
@@ -286,10 +287,8 @@ def free_bytes(directory: Path) -> int | None:
     try:
         free = shutil.disk_usage(existing_parent(directory)).free
         if find_mount(directory).kind in ("tmpfs", "ramfs"):
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            available = next(line for line in lines if line.startswith("MemAvailable:"))
-            free = min(free, int(available.split()[1]) * 1024)
-    except (OSError, StopIteration):
+            free = min(free, read_memory_sizes()["MemAvailable"])
+    except (OSError, KeyError):
         return None
     return free
 

@@ -1,4 +1,4 @@
-"""Make a run resume from an earlier step: see `weft.cluster.start.rollback`."""
+"""Move a run to an earlier step: see `weft.cli.checkpoint_commands.roll_back`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from weft.cli.option_values import (
     run_path,
     step_or_best,
 )
-from weft.config.errors import ConfigErrors
+from weft.config.errors import ConfigErrors, InvalidConfig
+from weft.config.formatting import display_path
 from weft.config.run_paths import absolute_dir
 
 
@@ -69,9 +70,37 @@ def run_rollback(options: argparse.Namespace) -> None:
 
     later checkpoints no longer count; weft deletes them when the run has passed them
     """
-    from weft.cluster.start import rollback
+    print(roll_back(absolute_dir(options.run), options.step))
 
-    print(rollback(absolute_dir(options.run), options.step))
+
+def roll_back(run_dir: Path, step: int | str) -> str:
+    """Make a run resume from an earlier step, or its best one; return a message.
+
+    Raises:
+        InvalidConfig: if it is not a run, has no such checkpoint, is being trained, or has its
+            checkpoints in the directory of another run.
+    """
+    from weft.checkpoint.best import select_checkpoint
+    from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
+    from weft.checkpoint.owner import owner_errors
+    from weft.checkpoint.rollback import drop_later_checkpoints
+    from weft.config.locks import lock_directory, run_dir_in_use
+    from weft.monitor.run_reader import read_run_job
+    from weft.train.state import checkpoint_dir
+
+    job = read_run_job(run_dir)
+    home = checkpoint_dir(job.checkpoint, run_dir)
+    if errors := owner_errors(home, run_dir):
+        raise InvalidConfig(errors)
+    with lock_directory(run_dir, run_dir_in_use(run_dir)):
+        if isinstance(step, str):
+            best = select_checkpoint(list_checkpoints(home), step, job.checkpoint)
+            step = checkpoint_step(best)
+        dropped = drop_later_checkpoints(home, step)
+    newest = list_checkpoints(home)[-1:]
+    target = f"to resume from {newest[0]}" if newest else "to start from step 1"
+    command = f"weft train {shlex.quote(display_path(run_dir))}"
+    return f"dropped the checkpoints of steps {dropped}; run {command} {target}"
 
 
 def run_export(options: argparse.Namespace) -> None:

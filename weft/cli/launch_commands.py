@@ -112,9 +112,9 @@ def run_job_dashboard(options: argparse.Namespace) -> None:
     aws cloudwatch put-dashboard --dashboard-name NAME --dashboard-body file://FILE creates it.
     """
     from weft.cluster import sagemaker
-    from weft.cluster.cloudwatch import read_dashboard
     from weft.cluster.submit import SubmittedJob
     from weft.config.errors import ConfigError, InvalidConfig
+    from weft.monitor.cloudwatch import read_dashboard
 
     job = SubmittedJob.load(options.run)
     if job.on != "sagemaker":

@@ -1,15 +1,13 @@
 """Benchmark of this node's devices and their links, in one process per device.
 
 `measure_devices` starts the processes and waits for them, so that neither a crash nor a GPU that
-hangs affects the caller, which needs neither torch nor a device.  `benchmarks/device.py` uses the
-same functions to calibrate the planner.
+hangs affects the caller, which needs neither torch nor a device.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,10 +29,7 @@ from weft.monitor.process import PYTHON, die_with_parent, single_host_env
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
-SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
 # Bytes of an all-reduce and of a copy between devices: enough to reach full speed.
 ALL_REDUCE_BYTES, COPY_BYTES = {GPU: 1 << 29, "cpu": 1 << 24}, 1 << 28
 BURST_SECONDS = 0.5  # of matmuls on a CPU: several time slices of the scheduler
@@ -115,91 +110,6 @@ def last_line(text: str) -> str:
 # --------------------------------------------------------------------------- measurements
 
 
-def time_calls(run: Callable[[], object], min_seconds: float) -> list[float]:
-    """Return the seconds of at least five calls, after two calls to warm up."""
-    durations: list[float] = []
-    run(), run()
-    while sum(durations) < min_seconds or len(durations) < 5:
-        start = time.perf_counter()
-        run()
-        durations.append(time.perf_counter() - start)
-    return durations
-
-
-def median_seconds(
-    run: Callable[[], object], device: torch.device, min_seconds: float = 0.3
-) -> float:
-    """Return the median seconds per call, over at least five calls."""
-    import torch
-
-    def run_to_end() -> None:
-        run()
-        torch.accelerator.synchronize(device)
-
-    return statistics.median(time_calls(run if device.type == "cpu" else run_to_end, min_seconds))
-
-
-def time_cpu_burst(
-    run: Callable[[], object], threads: int, min_seconds: float
-) -> tuple[float, float]:
-    """Call ``run`` on the CPU for ``min_seconds``, at least five times.
-
-    Returns:
-        Seconds of the fastest call, which other processes disturbed least; and the fraction of the
-        CPU time of ``threads`` threads that the calls used.  It is 1 on an idle machine, because
-        threads spin while they wait for each other.
-    """
-    run()  # starts the threads
-    burst_start, cpu_seconds = time.perf_counter(), time.process_time()
-    fastest = min(time_calls(run, min_seconds))
-    seconds, cpu_seconds = time.perf_counter() - burst_start, time.process_time() - cpu_seconds
-    return fastest, min(1.0, cpu_seconds / (seconds * threads))
-
-
-def prepare_matmul(a: Tensor, b: Tensor) -> Callable[[], object]:
-    """Return a function that computes a @ b.T, in bfloat16 (GPU) or float32 (CPU)."""
-    import torch
-
-    dtype = torch.float32 if a.device.type == "cpu" else torch.bfloat16
-    return partial(torch.matmul, a.to(dtype), b.to(dtype).t())
-
-
-def matmul_flops(
-    device: torch.device,
-    shapes: Sequence[tuple[int, int, int]] = (),
-    min_seconds: float = 0.3,
-    prepare: Callable[[Tensor, Tensor], Callable[[], object]] = prepare_matmul,
-) -> float:
-    """Return the FLOP/s of the fastest of several matmuls.
-
-    Args:
-        device: device of the operands.
-        shapes: (m, k, n) of each matmul, m x k by k x n; default: several large ones.
-        min_seconds: seconds to spend on each.
-        prepare: given float32 tensors (m, k) and (n, k), returns a function that multiplies them.
-    """
-    import torch
-
-    rates = []
-    for m, k, n in shapes or (SMALL_SHAPES if device.type == "cpu" else SHAPES):
-        run = prepare(torch.randn(m, k, device=device), torch.randn(n, k, device=device))
-        rates.append(2 * m * k * n / median_seconds(run, device, min_seconds))
-    return max(rates)
-
-
-def memory_bandwidth(device: torch.device, min_seconds: float = 0.3) -> float:
-    """Return the memory bandwidth in bytes/s, comparable to a data sheet."""
-    import torch
-
-    from weft.estimate.cost import STREAM_EFFICIENCY
-
-    size = 2**27 if device.type == "cpu" else 2**30
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = median_seconds(lambda: target.copy_(source), device, min_seconds)
-    return 2 * size / seconds / STREAM_EFFICIENCY
-
-
 def is_deterministic(device: torch.device) -> bool:
     """Return True if repeated matmuls are bitwise equal."""
     import torch
@@ -215,6 +125,8 @@ def benchmark_all_reduce(device: torch.device) -> tuple[float, bool]:
     import torch
     import torch.distributed as dist
 
+    from weft.estimate.device_speed import median_seconds
+
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((ALL_REDUCE_BYTES[device.type] // 4,), float(rank + 1), device=device)
     dist.all_reduce(x)
@@ -227,6 +139,8 @@ def benchmark_all_reduce(device: torch.device) -> tuple[float, bool]:
 def benchmark_peer_copies(full: bool) -> Iterator[tuple[int, int, float]]:
     """Yield source, destination and bytes/s of copies between GPUs."""
     import torch
+
+    from weft.estimate.device_speed import median_seconds
 
     count = torch.accelerator.device_count()
     memory = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"{GPU}:{i}") for i in range(count)]
@@ -259,6 +173,8 @@ def benchmark_rank(
     import torch
     import torch.distributed as dist
 
+    from weft.estimate import device_speed
+
     is_gpu = kind == GPU
     device = torch.device(GPU, rank) if is_gpu else torch.device("cpu")
     if is_gpu:
@@ -278,21 +194,23 @@ def benchmark_rank(
 
     nccl: Callable[[], tuple[int, ...]] = torch.get_device_module(GPU).nccl.version
     min_seconds = 0.3 if is_gpu else 0.1
-    shapes = () if full else (SHAPES[1] if is_gpu else SMALL_SHAPES[0],)
+    all_shapes = device_speed.SHAPES if is_gpu else device_speed.SMALL_SHAPES
+    shapes = all_shapes if full else all_shapes[:1]
     barrier()
     flops, cpu_share = 0.0, None
     if is_gpu:
-        flops = matmul_flops(device, shapes, min_seconds)
+        flops = device_speed.matmul_flops(device, shapes, min_seconds)
     else:
-        for m, k, n in shapes or SMALL_SHAPES:
-            run = prepare_matmul(torch.randn(m, k), torch.randn(n, k))
-            seconds, share = time_cpu_burst(run, torch.get_num_threads(), BURST_SECONDS)
+        for m, k, n in shapes:
+            run = device_speed.prepare_matmul(torch.randn(m, k), torch.randn(n, k))
+            threads = torch.get_num_threads()
+            seconds, share = device_speed.time_cpu_burst(run, threads, BURST_SECONDS)
             flops, cpu_share = max(flops, 2 * m * k * n / seconds), min(cpu_share or 1.0, share)
     results: dict[str, Any] = {
         "nccl": nccl() if is_gpu else (),
         "flops": flops,
         "cpu_share": cpu_share,
-        "bandwidth": memory_bandwidth(device, min_seconds),
+        "bandwidth": device_speed.memory_bandwidth(device, min_seconds),
         "same": is_deterministic(device),
         "loaded": asdict(query_under_load(device, rank == 0) if is_gpu else GpuState()),
     }

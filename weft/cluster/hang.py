@@ -5,17 +5,14 @@ It uses three sources, best first:
 * The live ranks of this host, if they make no progress.  It queries them as the watchdog does
   (`weft.cluster.watchdog`), without ending them.
 * ``logs/hang-HOST.json``, which the watchdog of each host writes before it ends the run.
-* ``logs/flight-rank-N``, which NCCL writes when a collective exceeds its timeout.  The file is a
-  pickle; the reader accepts plain data only, so that no code in it can run.
+* ``logs/flight-rank-N``, which NCCL writes when a collective exceeds its timeout.
 
 Without any of them, it reports how the run ended and where its logs are.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import socket
 import time
 from collections.abc import Sequence
@@ -50,7 +47,7 @@ from weft.monitor.heartbeat import (
 from weft.monitor.jsonl import read_tail
 from weft.monitor.jsonl_reader import is_number
 from weft.monitor.run_reader import RunReader, read_run_job
-from weft.parallel.private import parse_collectives
+from weft.parallel.private import parse_recorder_dump
 from weft.train.state import checkpoint_dir
 
 PROBE_SECONDS = 2.0  # between two reads of the heartbeats of live ranks
@@ -243,13 +240,6 @@ def _describe_straggler(run_dir: Path) -> list[str]:
 # --------------------------------------------------------------------------- NCCL's own dumps
 
 
-class _PlainDataUnpickler(pickle.Unpickler):
-    """Unpickler for plain data; refuses every class and function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
-
-
 def parse_flight_recorder(rank: int, data: bytes) -> RankState:
     """Return a rank's state from its Flight Recorder dump.
 
@@ -257,11 +247,9 @@ def parse_flight_recorder(rank: int, data: bytes) -> RankState:
         InvalidConfig: if ``data`` is not such a dump.
     """
     try:
-        dump = _PlainDataUnpickler(io.BytesIO(data)).load()
-        collectives = parse_collectives(dump)
+        collectives, group_ranks = parse_recorder_dump(data)
         groups = {call.group: (f"group {call.group}", list[int]()) for call in collectives}
-        for name, config in dump["pg_config"].items():
-            ranks = sorted(json.loads(config["ranks"]))
+        for name, ranks in group_ranks.items():
             groups[name] = (f"group {name}" + (f" ({format_ranks(ranks)})" if ranks else ""), ranks)
     except Exception as error:  # a damaged pickle raises almost any exception
         rule = f"is not a dump of torch's Flight Recorder: {error}"

@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 import getpass
-import locale
 import os
 import re
 import shutil
@@ -69,7 +68,6 @@ class Image:
     user: str = ""  # name of this user; empty: the user has none
     temporary: str = ""
     home: str = ""  # if a cache can be written in it
-    encoding: str = ""
     mount_points: tuple[str, ...] = ()
 
 
@@ -103,7 +101,6 @@ def collect_image(environment: Mapping[str, str]) -> Image:
         user=user,
         temporary=temporary,
         home=str(cache) if os.access(existing, os.W_OK) else "",
-        encoding=locale.getpreferredencoding(False),
         mount_points=tuple(path for path in MOUNT_POINTS if Path(path).is_dir()),
     )
 
@@ -179,7 +176,6 @@ def check_image(facts: Facts, image: Image) -> list[Finding]:
         "compiler": _check_compiler(image),
         "command": _check_command(image),
         "user": _check_user(image),
-        "encoding": _check_encoding(image),
         "mount points (SageMaker)": _check_mount_points(image),
         "variables": check_variables(facts),
         "shared memory": _check_shm(facts),
@@ -285,14 +281,6 @@ def _check_user(image: Image) -> Iterator[Finding]:
         yield note(f"{observation}; the cache in the home directory is not writable", remedy)
     elif image.temporary:
         yield ok(f"{observation}, cache in {image.home}")
-
-
-def _check_encoding(image: Image) -> Iterator[Finding]:
-    if re.sub(r"[^a-z0-9]", "", image.encoding.lower()) != "utf8":
-        observation = f"{image.encoding or 'no encoding'}: texts in UTF-8 may fail"
-        yield warning(observation, "ENV LANG=C.UTF-8")
-    else:
-        yield ok(image.encoding)
 
 
 def _check_mount_points(image: Image) -> Iterator[Finding]:

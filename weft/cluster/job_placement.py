@@ -14,7 +14,7 @@ insert them, a batch script passes on a variable of the shell that submits it, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path
-from weft.config.run_paths import PATH_KEYS
+from weft.config.run_paths import find_paths
 from weft.config.schema import Job, LaunchSection, flatten
 from weft.plan.instance_types import find_instance_type
 from weft.plan.tokenizer_conversion import SMALL_FILES
@@ -357,7 +357,7 @@ def _check_mounts(on: str, job: Job) -> ConfigErrors:
             errors.add(key, rule, remedy)
         elif mount is None or mount.kind not in examples:
             rule = f"is not a source that {on} mounts"
-            errors.add(key, rule, f"use {_list([*examples.values()])}")
+            errors.add(key, rule, f"use {' or '.join(examples.values())}")
         elif not re.fullmatch(
             (form := SOURCE_RULES[mount.kind]).pattern, mount.source
         ) or ".." in mount.source.split("/"):
@@ -389,16 +389,15 @@ def _check_secrets(on: str, job: Job) -> ConfigErrors:
     for name, text in job.launch.secrets.items():
         key, (kind, _, reference) = f"launch.secrets.{name}", text.partition(":")
         if kind not in examples:
-            errors.add(
-                key, f"is a reference that {on} cannot read", f"use {_list([*examples.values()])}"
-            )
+            rule = f"is a reference that {on} cannot read"
+            errors.add(key, rule, f"use {' or '.join(examples.values())}")
         elif not re.fullmatch((form := REFERENCE_RULES[kind]).pattern, reference):
             errors.add(key, form.rule, form.remedy)
         if name in job.launch.env:
             rule = "is also in launch.secrets"
             errors.append(ConfigError(f"launch.env.{name}", "(not shown)", rule, "remove it"))
     visible = "a secret that everybody who may read the job would see"
-    reference = f"launch.secrets, with a reference: {_list([*examples.values()])}"
+    reference = f"launch.secrets, with a reference: {' or '.join(examples.values())}"
     for name, text in job.launch.env.items():
         if is_secret(name, text) and name not in job.launch.secrets:
             remedy = f"remove it, and give it by {reference}"
@@ -433,12 +432,8 @@ def find_unused_keys(on: str, launch: LaunchSection) -> Iterator[str]:
             if on in users or not users:  # keys of containers on Slurm
                 rule += " without launch.image: the nodes use their own file systems"
             else:
-                remedy += f"; it is for {_list(users)}"
+                remedy += f"; it is for {' or '.join(users)}"
             yield f"{rule}. {remedy}."
-
-
-def _list(words: Sequence[str]) -> str:
-    return " or ".join(words)
 
 
 def read_excluded(placement: Placement) -> list[str]:
@@ -452,19 +447,6 @@ def read_excluded(placement: Placement) -> list[str]:
 
 
 # --------------------------------------------------------------------------- paths
-
-
-def find_paths(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield key and value of each path in a job that is not a URL."""
-    defaults = Job()
-    for section, names in PATH_KEYS.items():
-        for name in names:
-            value = getattr(getattr(job, section), name)
-            if value == getattr(getattr(defaults, section), name):
-                continue  # a word, such as auto
-            for path in value if isinstance(value, Mapping) else (value,):
-                if path and "://" not in path:
-                    yield f"{section}.{name}", path
 
 
 # Keys of small files, which weft uploads.
@@ -622,7 +604,7 @@ def merge_documents(documents: Sequence[dict[str, Any]], file: str) -> list[dict
             rule = f"has a document of kind {kind}, which the manifest does not have"
             if kind is None:
                 rule = "has a document without the kind of the object that it changes"
-            remedy = f"write 'kind: {_list(list(map(str, kinds)))}' in it"
+            remedy = f"write 'kind: {' or '.join(map(str, kinds))}' in it"
             errors.add("launch.patch", rule, remedy, value=file)
             continue
         number = kinds.index(kind)

@@ -20,6 +20,7 @@ from weft.config.errors import ConfigError, ConfigErrors, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, flatten
 from weft.plan.plan import Machine, Plan
+from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 RUN_DIR = "run.dir"
 
@@ -69,6 +70,13 @@ class JobRequest:
     def placement(self) -> Placement:
         """The parsed keys of ``[launch]``."""
         return make_placement(self.job.launch)
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """The job's variables, with references for the secrets that the node reads."""
+        references = self.placement.references("secretsmanager")
+        encoded = {REFERENCES_VARIABLE: encode_references(references)} if references else {}
+        return {**self.job.launch.env, **encoded}
 
     @property
     def node_run_dir(self) -> str:

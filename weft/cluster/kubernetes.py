@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.cluster import REQUEUE, UNHEALTHY
+from weft.cluster.hyperpod import hang_rule
 from weft.cluster.job_placement import Mount, check_placement, read_excluded
 from weft.cluster.job_request import (
     RUN_DIR,
@@ -36,12 +37,10 @@ from weft.cluster.job_request import (
     to_yaml,
     warn_unchecked,
 )
-from weft.cluster.log_rules import hang_rule
 from weft.config.errors import ConfigErrors, WeftError
 from weft.config.files import expand_path, replace_text
 from weft.plan.instance_types import find_instance_type
 from weft.train.environment import PORT
-from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".yaml"
 REMEDY = "see https://kubernetes.io/docs/tasks/tools"
@@ -130,12 +129,8 @@ def render(request: JobRequest) -> str:
         words = ["bash", "-c", script]
     queue = {QUEUE_LABEL: launch.queue, PRIORITY_LABEL: launch.priority}
     mode, _, level = str(launch.topology).partition(":")
-    env = {**launch.env}
-    if placement.efa:
-        # libfabric's huge pages would need a separate limit, and they fail after a fork.
-        env.setdefault("FI_EFA_USE_HUGE_PAGE", "0")
-    if references := placement.references("secretsmanager"):
-        env[REFERENCES_VARIABLE] = encode_references(references)
+    # libfabric's huge pages would need a separate limit, and they fail after a fork.
+    env = ({"FI_EFA_USE_HUGE_PAGE": "0"} if placement.efa else {}) | request.environment
     secrets = placement.references("k8s-secret")
     space = f" -n {launch.namespace}" if launch.namespace else ""
     return render_manifest(
@@ -221,15 +216,13 @@ def _tolerate(taint: str) -> dict[str, str]:
 def _resources(request: JobRequest) -> dict[str, Any]:
     """Return the resources of a pod, whose requests equal its limits."""
     cpus, memory = _node_size(request)
-    limits = {}
-    if cpus:
-        limits["cpu"] = cpus
-    if memory:
-        limits["memory"] = f"{memory}Gi"
-    if request.devices:
-        limits["nvidia.com/gpu"] = str(request.devices)
-    if request.placement.efa:
-        limits["vpc.amazonaws.com/efa"] = str(request.placement.efa)
+    amounts = {
+        "cpu": cpus,
+        "memory": memory and f"{memory}Gi",
+        "nvidia.com/gpu": request.devices,
+        "vpc.amazonaws.com/efa": request.placement.efa,
+    }
+    limits = {name: str(amount) for name, amount in amounts.items() if amount}
     return {"requests": limits, "limits": limits} if limits else {}
 
 
@@ -334,14 +327,18 @@ def status(id: str) -> str:
             return f"failed: {causes[0] if causes else message}"
         if condition["type"] == "Suspended":
             return f"waiting: suspended: {message}"
-    pods = json.loads(
-        _kubectl(space, "get", "pods", "-l", _pod_selector(kind, name), "-o", "json")
-    )["items"]
+    pods = _list_pods(space, kind, name)
     running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
     if not running:
         return f"waiting: {len(pods)} pods, none of them running"
     nodes = sorted(pod["spec"].get("nodeName", "?") for pod in running)
     return f"running: {len(running)} of {len(pods)} pods, on {', '.join(nodes)}"
+
+
+def _list_pods(space: str, kind: str, name: str) -> list[dict[str, Any]]:
+    output = _kubectl(space, "get", "pods", "-l", _pod_selector(kind, name), "-o", "json")
+    pods: list[dict[str, Any]] = json.loads(output or '{"items": []}')["items"]
+    return pods
 
 
 class EndedPod(NamedTuple):
@@ -354,9 +351,8 @@ class EndedPod(NamedTuple):
 
 def _ended_pods(space: str, kind: str, name: str) -> list[EndedPod]:
     """Return the failed pods in the order of their ends."""
-    output = _kubectl(space, "get", "pods", "-l", _pod_selector(kind, name), "-o", "json")
     found = []
-    for pod in json.loads(output or '{"items": []}')["items"]:
+    for pod in _list_pods(space, kind, name):
         for container in pod["status"].get("containerStatuses", []):
             end = container.get("state", {}).get("terminated") or {}
             status = int(end.get("exitCode", 0))
@@ -385,8 +381,7 @@ def resubmit(path: Path, id: str) -> str:
         head = [line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")]
         replace_text(path, to_yaml(documents, "\n".join(head)))
         print(f"weft: the job will not use {', '.join(sorted(unhealthy))}: unhealthy")
-    for object_kind in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
-        _kubectl(space, "delete", object_kind, name, "--ignore-not-found")
+    _delete_job(space, kind, name)
     _kubectl(space, "apply", "-f", str(path))
     return id
 
@@ -422,29 +417,25 @@ def _exclude_nodes(pod: dict[str, Any], nodes: set[str]) -> None:
 def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines that the job has printed, each after the name of its pod."""
     space, kind, name = id.split("/")
-    words = [
-        "kubectl",
-        *_namespace_option(space),
-        "logs",
-        "-l",
-        _pod_selector(kind, name),
-        "--prefix",
-        "--tail=-1",
-    ]
     # kubectl's default limit is 5 pods.
     options = ["--follow", "--max-log-requests=1000"] if follow else []
-    return stream_cli(*words, *options, remedy=REMEDY)
+    words = ["logs", "-l", _pod_selector(kind, name), "--prefix", "--tail=-1", *options]
+    return stream_cli("kubectl", *_namespace_option(space), *words, remedy=REMEDY)
 
 
 def cancel(id: str) -> str:
     """Delete the job, whose pods save and end; return a message."""
     space, kind, name = id.split("/")
-    for object_kind in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
-        _kubectl(space, "delete", object_kind, name, "--wait=false", "--ignore-not-found")
+    _delete_job(space, kind, name, "--wait=false")
     recipe = f"{name}-recipe"
     _kubectl(space, "delete", "configmap", recipe, "--wait=false", "--ignore-not-found")
     grace = f"its pods have {GRACE_SECONDS} s to save a checkpoint"
     return f"deleted {kind} {name}: {grace}; /runs/{name} remains"
+
+
+def _delete_job(space: str, kind: str, name: str, *options: str) -> None:
+    for object_kind in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
+        _kubectl(space, "delete", object_kind, name, *options, "--ignore-not-found")
 
 
 def _kubectl(namespace: str, *words: str) -> str:

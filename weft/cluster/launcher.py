@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,13 +30,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from weft.cluster import REQUEUE
 from weft.cluster.network_watch import enable_nccl_log, watch_network
-from weft.cluster.rank_exit import log_path, process_status, read_error_reports
+from weft.cluster.rank_exit import log_path, read_error_reports
 from weft.cluster.rendezvous import JOIN_TIMEOUT, RendezvousHandler, open_rendezvous
 from weft.config.accelerators import supports
 from weft.config.schema import flatten
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step
-from weft.monitor.process import PYTHON, single_host_env
+from weft.monitor.process import PYTHON, child_pids, handles_signal, single_host_env
 from weft.monitor.signals import STOP_SIGNALS, TIME_LIMIT_SIGNAL
 from weft.monitor.spot_notice import watch_spot_notices
 from weft.monitor.xid_watch import watch_xids
@@ -403,31 +402,6 @@ def forward_signal(
         is_over.wait(0.05)
 
 
-def child_pids() -> set[int]:
-    """Return the process ids of this process's running children."""
-    own_pid = str(os.getpid())
-    if sys.platform.startswith("linux"):
-        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-        children = {pid for pid in pids if process_status(pid).get("PPid") == own_pid}
-    else:
-        pgrep = ["pgrep", "-P", own_pid]
-        result = subprocess.run(pgrep, capture_output=True, text=True, check=False)
-        children = {int(line) for line in result.stdout.split()}
-    alive = set()
-    for child in children:
-        with suppress(ChildProcessError):  # another thread has already waited for it
-            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                alive.add(child)
-    return alive
-
-
-def handles_signal(child: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal, or if that is unknown."""
-    if not sys.platform.startswith("linux"):
-        return True
-    return bool(int(process_status(child).get("SigCgt", "0"), 16) >> (number - 1) & 1)
-
-
 def find_root_cause(
     run_dir: Path,
     ranks: range,
@@ -462,17 +436,9 @@ def find_root_cause(
             return Failure(rank, kind, message, "", log_path(run_dir, rank))
     if not reports:
         return None
-    first = reports[0]
-    return Failure(
-        rank=first["rank"],
-        kind=first["kind"],
-        message=first["message"],
-        traceback=first["traceback"],
-        log=log_path(run_dir, first["rank"]),
-        is_expected=first["is_expected"],
-        transient=first["transient"],
-        where=first["where"],
-    )
+    names = ("rank", "kind", "message", "traceback", "is_expected", "transient", "where")
+    first = {name: reports[0][name] for name in names}
+    return Failure(**first, log=log_path(run_dir, first["rank"]))
 
 
 def _log_to(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -255,7 +255,9 @@ def _find_slow_links(network: NetworkMeasurements) -> Iterator[Finding]:
     The reference is the median of the best rate of each node: a slow node makes all its pairs slow,
     which among few nodes are most of the pairs.
     """
-    best = _best_rates(network)
+    best: dict[str, float] = {}
+    for a, b, rate in network.pairs:
+        best |= {node: max(rate, best.get(node, 0.0)) for node in (a, b)}
     reference = sorted(best.values())[len(best) // 2]
     remedy = "exclude it, and check its adapters, cable and switch port: all others wait for it"
     slow_nodes = {node for node, rate in best.items() if rate < WARNING_FRACTION * reference}
@@ -270,13 +272,6 @@ def _find_slow_links(network: NetworkMeasurements) -> Iterator[Finding]:
             observation = f"{a} and {b}: {_format_rate(rate)}, {share:.0%} of the usual rate"
             remedy = "check the path between them: switch, placement group, other traffic"
             yield (bad if share < BAD_FRACTION else warning)(observation, remedy)
-
-
-def _best_rates(network: NetworkMeasurements) -> Mapping[str, float]:
-    best: dict[str, float] = {}
-    for a, b, rate in network.pairs:
-        best |= {node: max(rate, best.get(node, 0.0)) for node in (a, b)}
-    return best
 
 
 def _format_rate(rate: float) -> str:

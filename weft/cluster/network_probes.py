@@ -7,11 +7,11 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from weft.cluster.node_facts import Adapter
+from weft.config.files import read_optional_text
 
 ADAPTERS_DIR = Path("/sys/class/infiniband")
 # EC2's Nitro system has the instance type here; NCCL's plug-in for EFA reads the same file.
@@ -23,23 +23,16 @@ LIBRARY_SUBDIRS = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 PLUGIN_NAMES = ("libnccl-net*.so*", "libnccl-ofi*.so*")
 
 
-def read_text(path: Path) -> str:
-    """Return the content of a kernel file; empty if it is missing or not readable."""
-    with suppress(OSError):
-        return path.read_text("utf-8", "surrogateescape")
-    return ""
-
-
 def list_adapters(root: Path) -> Iterator[Adapter]:
     """List the RDMA adapters, each by its first port."""
     for device in sorted(root.iterdir()) if root.is_dir() else []:
         port = device / "ports" / "1"
-        state, rate = (read_text(port / name).strip() for name in ("state", "rate"))
+        state, rate = (read_optional_text(port / name).strip() for name in ("state", "rate"))
         link = device / "device" / "driver"
         driver = link.resolve().name if link.is_symlink() else ""
         read = (port / "hw_counters" / "rdma_read_bytes").exists()
         p2p = device / "device" / "p2p"
-        provider = read_text(p2p).strip() if p2p.exists() else None
+        provider = read_optional_text(p2p).strip() if p2p.exists() else None
         path = os.path.realpath(device / "device") if driver else ""
         yield Adapter(device.name, driver, state, rate, read, provider, path)
 
@@ -48,8 +41,8 @@ def detect_instance_type(environment: Mapping[str, str], dmi: Path = DMI_DIR) ->
     """Return the EC2 instance type without a request to AWS; empty: unknown."""
     if name := environment.get("SM_CURRENT_INSTANCE_TYPE"):
         return name
-    vendors = read_text(dmi / "board_vendor") + read_text(dmi / "sys_vendor")
-    return read_text(dmi / "product_name").strip() if "Amazon EC2" in vendors else ""
+    vendors = read_optional_text(dmi / "board_vendor") + read_optional_text(dmi / "sys_vendor")
+    return read_optional_text(dmi / "product_name").strip() if "Amazon EC2" in vendors else ""
 
 
 def find_libraries(directories: Iterable[str], patterns: Iterable[str]) -> Iterator[Path]:
@@ -78,8 +71,8 @@ def probe_efa(environment: Mapping[str, str]) -> dict[str, Any]:
     plugins = [*path, *local, *PLUGIN_DIRS]
     libfabrics = find_libraries([*path, *local, *LIBFABRIC_DIRS], ("libfabric.so.1",))
     compat = [*path, *(str(d) for d in Path("/usr/local").glob("cuda*/compat"))]
-    pages = dict(re.findall(r"(HugePages_\w+):\s+(\d+)", read_text(Path("/proc/meminfo"))))
-    installer = re.search(r"installer version: ([\d.]+)", read_text(EFA_VERSIONS))
+    pages = dict(re.findall(r"(HugePages_\w+):\s+(\d+)", read_optional_text(Path("/proc/meminfo"))))
+    installer = re.search(r"installer version: ([\d.]+)", read_optional_text(EFA_VERSIONS))
     directories = (str(p.resolve().parent) for p in find_libraries(plugins, PLUGIN_NAMES))
     return {
         "ofi_plugin": find_ofi_plugin(plugins),

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cluster.failure_signatures import explain_failure_logs, find_signatures, read_log
@@ -80,13 +81,7 @@ def watch_launched_ranks(
 ) -> AbstractContextManager[None]:
     """Watch the network in a rank that another launcher started, before NCCL starts.
 
-    Only the first rank of each node reports.
-
-    Args:
-        run_dir: see `watch_network`.
-        device: type of the devices.
-        log: see `watch_network`.
-        warn: see `watch_network`.
+    Only the first rank of each node reports, as `watch_network` does.
     """
     size = int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
@@ -104,27 +99,20 @@ def collect_network_facts() -> Facts:
     return Facts(device=GPU, adapters=tuple(list_adapters(ADAPTERS_DIR)), **probe_efa(os.environ))
 
 
+@dataclass
 class NetworkWatch:
-    """A reader of the logs that NCCL writes from now on.
+    """A reader of the logs that match a pattern, and that NCCL writes from now on.
 
-    Args:
-        run_dir: its event log gets warnings.
-        pattern: glob pattern of the logs.
-        ranks: number of ranks, each of which writes a log.
-        log: receives the network if there is nothing to warn of.
-        warn: receives warnings.
+    The other arguments are those of `watch_network`.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        pattern: str,
-        ranks: int,
-        log: Callable[[str], object],
-        warn: Callable[[str], object],
-    ) -> None:
-        self.run_dir, self.pattern, self.ranks = run_dir, pattern, ranks
-        self.log, self.warn = log, warn
+    run_dir: Path
+    pattern: str
+    ranks: int
+    log: Callable[[str], object]
+    warn: Callable[[str], object]
+
+    def __post_init__(self) -> None:
         self._old = self._stamps()  # logs of earlier starts
         self._texts: dict[str, str] = {}
         self._current: dict[str, int] = {}

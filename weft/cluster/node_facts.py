@@ -244,14 +244,6 @@ ok, note, warning, bad = (partial(Finding, severity) for severity in SEVERITIES)
 Check = Callable[[Facts], Iterator[Finding]]
 
 
-# --------------------------------------------------------------------------- tool output
-
-
-def parse_count(text: str) -> int:
-    """Parse an integer; 0 for other text."""
-    return int(text) if text.isdigit() else 0
-
-
 def parse_version(text: str) -> tuple[int, ...]:
     """Return the first three numbers of a version: (535, 161, 8) for '535.161.08'."""
     return tuple(int(n) for n in re.findall(r"\d+", text)[:3])

@@ -65,12 +65,6 @@ def parse_dcgm(body: Mapping[str, Any]) -> Iterator[DcgmResult]:
 # --------------------------------------------------------------------------- nccl-tests
 
 
-def find_nccl_test(name: str) -> str | None:
-    """Return the path of a program of nccl-tests; None if it is not installed."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), *NCCL_TESTS_DIRS])
-    return shutil.which(name, path=path)
-
-
 def run_all_reduce(gpus: int) -> tuple[float, bool] | None:
     """Return bus bandwidth and correctness of an all-reduce over this node's GPUs.
 
@@ -79,8 +73,8 @@ def run_all_reduce(gpus: int) -> tuple[float, bool] | None:
     Returns:
         Bytes/s, and True if all sums are right; None without nccl-tests, or if it fails.
     """
-    program = find_nccl_test("all_reduce_perf")
-    if program is None:
+    path = os.pathsep.join([os.environ.get("PATH", ""), *NCCL_TESTS_DIRS])
+    if (program := shutil.which("all_reduce_perf", path=path)) is None:
         return None
     size = str(NCCL_TESTS_BYTES)
     command = ["env", f"LD_LIBRARY_PATH={library_path()}", program]

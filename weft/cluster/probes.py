@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.lustre import parse_layout
-from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa, read_text
+from weft.cluster.network_probes import ADAPTERS_DIR, list_adapters, probe_efa
 from weft.cluster.node_facts import (
     Directory,
     Facts,
@@ -35,6 +35,7 @@ from weft.cluster.node_facts import (
 )
 from weft.config.errors import WeftError
 from weft.config.files import replace_text
+from weft.config.host_limits import read_cgroup_limits, read_memory_sizes
 from weft.config.mounts import S3_MOUNT, S3_MOUNT_RULE, find_mount
 from weft.config.storage import (
     create_file,
@@ -63,8 +64,7 @@ VARIABLE_NAMES = (
 
 def collect_facts() -> Facts:
     """Collect all facts that need no measurement and no other node."""
-    lines = re.findall(r"(\w+):\s+(\d+) kB", read_text(Path("/proc/meminfo")))
-    sizes = {name: int(number) * 1024 for name, number in lines}
+    sizes = read_memory_sizes()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     limit, quota = read_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     address = ""
@@ -124,36 +124,6 @@ def run_tool(*command: str) -> str:
     """Return the output of a tool; empty if it is missing, fails or hangs."""
     status, output = run_with_limit(command, TOOL_TIMEOUT_SECONDS)
     return output if status == 0 else ""
-
-
-def read_cgroup_limits(own: Path, root: Path) -> tuple[int, float]:
-    """Return the memory limit in bytes and the CPU quota in cores; 0: no limit.
-
-    The result is the smallest limit of the process's cgroups (v1 or v2) and their ancestors.
-
-    Args:
-        own: /proc/self/cgroup.
-        root: mount point of the cgroup file systems.
-    """
-    memory, cores = [], []
-    for line in read_text(own).splitlines():
-        _, kinds, path = line.split(":", 2)
-        tops = [root / kind for kind in kinds.split(",")] if kinds else [root, root / "unified"]
-        for top in tops:
-            for ancestor in (Path(path), *Path(path).parents):
-                group = top / str(ancestor).lstrip("/")
-                memory += _read_numbers(group / "memory.max")
-                memory += _read_numbers(group / "memory.limit_in_bytes")
-                quota = _read_numbers(group / "cpu.max") or [
-                    *_read_numbers(group / "cpu.cfs_quota_us"),
-                    *_read_numbers(group / "cpu.cfs_period_us"),
-                ]
-                cores += [quota[0] / quota[1]] if len(quota) == 2 else []
-    return min((n for n in memory if n < 2**60), default=0), min(cores, default=0.0)
-
-
-def _read_numbers(path: Path) -> list[int]:
-    return [int(word) for word in read_text(path).split() if word.isdigit()]
 
 
 def is_clock_synchronized() -> bool | None:

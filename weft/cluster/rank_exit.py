@@ -178,12 +178,3 @@ def exit_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def process_status(process: int) -> dict[str, str]:
-    """Return the fields of ``/proc/PID/status``; empty if the process has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}

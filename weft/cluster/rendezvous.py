@@ -253,11 +253,7 @@ def open_rendezvous(
 def connect_store(endpoint: str, run_id: str, node_counts: Sequence[int], seconds: float) -> Any:
     """Return the store of the rendezvous; create it if the endpoint is on this host.
 
-    Args:
-        endpoint: see `open_rendezvous`.
-        run_id: see `open_rendezvous`.
-        node_counts: see `open_rendezvous`.
-        seconds: how long to try.
+    The arguments are those of `open_rendezvous`; ``seconds``: how long to try.
 
     Raises:
         WeftError: if no host answers.

@@ -14,14 +14,13 @@ import difflib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.cloudwatch import metric_definitions
-from weft.cluster.job_placement import check_placement, find_paths, merge_fields, read_patch
+from weft.cluster.job_placement import check_placement, merge_fields, read_patch
 from weft.cluster.job_request import (
     RUN_DIR,
     JobRequest,
@@ -42,9 +41,10 @@ from weft.cluster.sagemaker_storage import (
 )
 from weft.config.errors import ConfigErrors, WeftError, suggest
 from weft.config.files import replace_text
+from weft.config.run_paths import find_paths
 from weft.config.schema import Job
 from weft.config.storage import is_bucket_url
-from weft.train.secrets import REFERENCES_VARIABLE, encode_references
+from weft.monitor.cloudwatch import metric_definitions
 
 FILE_SUFFIX = "-request.json"  # launch.json is the record of the submission
 RUN = "/opt/ml/checkpoints"  # the run directory in the container
@@ -63,7 +63,11 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch, errors = request.job.launch, ConfigErrors(request.job)
     errors += check_placement("sagemaker", request.job, ["role", "instance_type", "bucket"])
-    errors += _check_time_limit(request) + _check_instances(request) + _check_network(request)
+    errors += (wrong_limit := check_duration(launch.time_limit))
+    if not wrong_limit and request.time_limit_seconds > MAX_DAYS * DAY:
+        rule = f"is longer than {MAX_DAYS} days, SageMaker's maximum"
+        errors.add("launch.time_limit", rule, f"use at most {MAX_DAYS}-00:00:00")
+    errors += _check_instances(request) + _check_network(request)
     errors += check_name(request, f"{launch.bucket or 's3://BUCKET'}/weft/{request.name}")
     errors += check_fixed_nodes(
         request, "is a range, but SageMaker starts a fixed number of instances"
@@ -72,16 +76,6 @@ def find_errors(request: JobRequest) -> ConfigErrors:
         rule = "is not possible: SageMaker has no default image with weft"
         remedy = "give --launch.image VALUE, an image with weft: see docs/sagemaker.md"
         errors.add("launch.image", rule, remedy)
-    return errors
-
-
-def _check_time_limit(request: JobRequest) -> ConfigErrors:
-    """Check the time limit, which SageMaker bounds."""
-    errors = ConfigErrors(request.job)
-    errors += check_duration(request.job.launch.time_limit)
-    if not errors and request.time_limit_seconds > MAX_DAYS * DAY:
-        rule = f"is longer than {MAX_DAYS} days, SageMaker's maximum"
-        errors.add("launch.time_limit", rule, f"use at most {MAX_DAYS}-00:00:00")
     return errors
 
 
@@ -152,7 +146,7 @@ def render(request: JobRequest) -> str:
             "TrainingImage": launch.image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": entry,
-            "MetricDefinitions": metric_definitions(job),
+            "MetricDefinitions": metric_definitions(objective_metrics(job)),
         },
         "HyperParameters": _hyperparameters(request),
         "ResourceConfig": _resources(request),
@@ -164,7 +158,8 @@ def render(request: JobRequest) -> str:
         body["InfraCheckConfig"] = {"EnableInfraCheck": True}
     if channels := _channels(request):
         body["InputDataConfig"] = channels
-    if environment := _environment(request):
+    table = encode_mounts(request.placement.mounts)
+    if environment := request.environment | ({MOUNTS_VARIABLE: table} if table else {}):
         body["Environment"] = environment
     if launch.subnets:
         body["VpcConfig"] = {
@@ -185,15 +180,12 @@ def render(request: JobRequest) -> str:
     return json.dumps(body, indent=2) + "\n"
 
 
-def _environment(request: JobRequest) -> dict[str, str]:
-    """Return the variables of the containers."""
-    launch, placement = request.job.launch, request.placement
-    environment = {**launch.env}
-    if references := placement.references("secretsmanager"):
-        environment[REFERENCES_VARIABLE] = encode_references(references)
-    if text := encode_mounts(placement.mounts):
-        environment[MOUNTS_VARIABLE] = text
-    return environment
+def objective_metrics(job: Job) -> Sequence[str]:
+    """Return the names of the metrics that the objective of a job adds to a step."""
+    from weft.train.loss import OBJECTIVES  # imports torch
+
+    objective = OBJECTIVES.get(job.train.objective)  # a user's is not imported here
+    return objective(job.train).metrics if objective is not None else ()
 
 
 def _hyperparameters(request: JobRequest) -> dict[str, str]:

@@ -49,10 +49,10 @@ from typing import Any
 
 from weft.cluster import FAILED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import UNHEALTHY_NODES_DIR
-from weft.cluster.network_probes import read_text
 from weft.cluster.rank_exit import read_error_reports
 from weft.cluster.sagemaker_storage import check_mounts, decode_mounts, link_mounts
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
+from weft.config.files import read_optional_text
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.monitor.process import PYTHON, die_with_parent
@@ -305,7 +305,9 @@ def describe_root_cause(run_dir: Path, status: int, tail: Sequence[str], start_t
         return "saved a checkpoint and stopped; run the same job to resume"
     paths = sorted((run_dir / UNHEALTHY_NODES_DIR).glob("*"))
     if status == UNHEALTHY and paths:  # the findings are on stdout
-        return "\n".join(f"unhealthy node {path.name}: {read_text(path).strip()}" for path in paths)
+        return "\n".join(
+            f"unhealthy node {path.name}: {read_optional_text(path).strip()}" for path in paths
+        )
     if status < 0:
         name = signal.Signals(-status).name
         cause = ", possibly because the node ran out of memory" if name == "SIGKILL" else ""
@@ -357,7 +359,7 @@ def main() -> None:
     try:
         arguments = sys.argv[1:]
         pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
-        mounts, table = decode_mounts(environment), read_text(Path("/proc/self/mountinfo"))
+        mounts, table = decode_mounts(environment), read_optional_text(Path("/proc/self/mountinfo"))
         link_mounts(mounts, container.channels, table, Path("/")).raise_any()
         program, pairs = take_program(pairs)
         trains = program == ["train"]

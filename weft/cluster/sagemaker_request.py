@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.config.errors import MISSING, ConfigError, suggest
 
@@ -25,45 +25,43 @@ TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-class Origin(NamedTuple):
-    """Origin of a field: a key or option of weft, and the remedy of a wrong value."""
-
-    key: str
-    remedy: str
-
-
-# By the beginning of a field's path; the longest one applies.
+# The key that sets a field, and the remedy of a wrong value, by the beginning of the field's path;
+# the longest one applies.
 ORIGINS = {
-    "TrainingJobName": Origin("run.dir", "end it in a short name of a to z, digits and '-'"),
-    "RoleArn": Origin("launch.role", "use arn:aws:iam::ACCOUNT:role/NAME"),
-    "AlgorithmSpecification.TrainingImage": Origin("launch.image", "use at most 255 characters"),
-    "AlgorithmSpecification.ContainerEntrypoint": Origin(
-        "launch.setup", "put its lines into the image, for SageMaker limits the script"
+    "TrainingJobName": ("run.dir", "end it in a short name of a to z, digits and '-'"),
+    "RoleArn": ("launch.role", "use arn:aws:iam::ACCOUNT:role/NAME"),
+    "AlgorithmSpecification.TrainingImage": ("launch.image", "use at most 255 characters"),
+    "AlgorithmSpecification.ContainerEntrypoint": (
+        "launch.setup",
+        "put its lines into the image, for SageMaker limits the script",
     ),
-    "HyperParameters": Origin(
-        "the command line", "put keys into a recipe of your own, which weft uploads"
+    "HyperParameters": (
+        "the command line",
+        "put keys into a recipe of your own, which weft uploads",
     ),
-    "Environment": Origin("launch.env", "use at most 100 variables of 512 characters"),
-    "InputDataConfig": Origin("data.path", "use an s3:// prefix of at most 1,024 characters"),
-    "InputDataConfig[].ChannelName": Origin("launch.mounts", "use a shorter directory"),
-    "InputDataConfig[].DataSource.FileSystemDataSource": Origin(
-        "launch.mounts", "use fsx:fs-ID:/MOUNT_NAME or efs:fs-ID:/DIRECTORY"
+    "Environment": ("launch.env", "use at most 100 variables of 512 characters"),
+    "InputDataConfig": ("data.path", "use an s3:// prefix of at most 1,024 characters"),
+    "InputDataConfig[].ChannelName": ("launch.mounts", "use a shorter directory"),
+    "InputDataConfig[].DataSource.FileSystemDataSource": (
+        "launch.mounts",
+        "use fsx:fs-ID:/MOUNT_NAME or efs:fs-ID:/DIRECTORY",
     ),
-    "OutputDataConfig": Origin("launch.bucket", "use s3://BUCKET"),
-    "ResourceConfig.InstanceCount": Origin("run.nodes", "use the number of instances"),
-    "ResourceConfig.InstanceType": Origin("launch.instance_type", "use ml.p5.48xlarge"),
-    "ResourceConfig.InstancePreferences": Origin(
-        "launch.instance_type", "use up to 5 types, joined by '+'"
+    "OutputDataConfig": ("launch.bucket", "use s3://BUCKET"),
+    "ResourceConfig.InstanceCount": ("run.nodes", "use the number of instances"),
+    "ResourceConfig.InstanceType": ("launch.instance_type", "use ml.p5.48xlarge"),
+    "ResourceConfig.InstancePreferences": (
+        "launch.instance_type",
+        "use up to 5 types, joined by '+'",
     ),
-    "ResourceConfig.VolumeSizeInGB": Origin("launch.disk", "use a number of GB"),
-    "ResourceConfig.TrainingPlanArn": Origin(
+    "ResourceConfig.VolumeSizeInGB": ("launch.disk", "use a number of GB"),
+    "ResourceConfig.TrainingPlanArn": (
         "launch.reservation",
         "use the TrainingPlanArn of 'aws sagemaker list-training-plans'",
     ),
-    "StoppingCondition.MaxRuntimeInSeconds": Origin("launch.time_limit", "use at most 28 days"),
-    "Tags": Origin("launch.labels", "use up to 50 labels"),
-    "VpcConfig.SecurityGroupIds": Origin("launch.security_groups", "use up to 5 IDs, such as sg-1"),
-    "VpcConfig.Subnets": Origin("launch.subnets", "use up to 16 IDs, such as subnet-1"),
+    "StoppingCondition.MaxRuntimeInSeconds": ("launch.time_limit", "use at most 28 days"),
+    "Tags": ("launch.labels", "use up to 50 labels"),
+    "VpcConfig.SecurityGroupIds": ("launch.security_groups", "use up to 5 IDs, such as sg-1"),
+    "VpcConfig.Subnets": ("launch.subnets", "use up to 16 IDs, such as subnet-1"),
 }
 
 
@@ -153,8 +151,8 @@ def _error(path: str, value: Any, rule: str, known: list[str] | None = None) -> 
     starts = [start for start in ORIGINS if plain.startswith(start)]
     remedy = suggest(str(value), known) if known else ""
     if starts:
-        origin = ORIGINS[max(starts, key=len)]
-        remedy = f"it comes from {origin.key}: {remedy or origin.remedy}"
+        key, usual = ORIGINS[max(starts, key=len)]
+        remedy = f"it comes from {key}: {remedy or usual}"
     else:
         remedy = "it comes from launch.patch" + (f": {remedy}" if remedy else "")
     return ConfigError(path, text, rule, remedy)

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from weft.cluster.job_placement import Mount, find_paths
+from weft.cluster.job_placement import Mount
 from weft.cluster.job_request import JobRequest
 from weft.config.errors import ConfigErrors
 from weft.config.mounts import find_mount
+from weft.config.run_paths import find_paths
 from weft.config.schema import Job
 
 CHANNELS = "/opt/ml/input/data"

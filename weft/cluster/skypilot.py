@@ -35,7 +35,6 @@ from weft.cluster.job_request import (
 )
 from weft.config.errors import ConfigErrors
 from weft.plan.devices import parse_cluster
-from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".yaml"
 # SkyPilot's names of devices, where weft has another one.
@@ -101,9 +100,6 @@ def render(request: JobRequest) -> str:
     # Unquoted, so that the shell of the node expands the ~ of the recipe's path.
     start = "exec weft train "
     script = build_script(job.launch.setup, format_command(words, "  ")) + "\n"
-    env = {**job.launch.env}
-    if references := placement.references("secretsmanager"):
-        env[REFERENCES_VARIABLE] = encode_references(references)
     secrets = placement.references("env")
     options = "".join(f" --secret {name}" for name in secrets)
     return render_manifest(
@@ -114,7 +110,7 @@ def render(request: JobRequest) -> str:
         nodes=request.nodes[1],
         resources=_resources(request),
         mounts=mounts,
-        env=env,
+        env=request.environment,
         secrets=list(secrets),
         setup=recipe and f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n",
         run=script.replace(start + shlex.quote(RECIPE), start + RECIPE),
@@ -123,33 +119,24 @@ def render(request: JobRequest) -> str:
 
 def _resources(request: JobRequest) -> dict[str, Any]:
     """Return the resources of each node, by SkyPilot's names."""
-    launch, fields = request.job.launch, dict[str, Any]()
-    if request.devices:
-        device = parse_cluster(request.job.run.cluster).device_name
-        fields["accelerators"] = (
-            f"{ACCELERATORS.get(device, device.replace(' ', '-'))}:{request.devices}"
-        )
-    if request.nodes[1] > 1 and request.devices and launch.network != "tcp":
+    launch, devices = request.job.launch, request.devices
+    name = parse_cluster(request.job.run.cluster).device_name if devices else ""
+    uses_network = request.nodes[1] > 1 and devices and launch.network != "tcp"
+    region = launch.region if "/" in launch.region or not launch.region else f"aws/{launch.region}"
+    fields: dict[str, Any] = {
+        "accelerators": name and f"{ACCELERATORS.get(name, name.replace(' ', '-'))}:{devices}",
         # Without it SkyPilot starts AWS's nodes without EFA.
-        fields["network_tier"] = "best"
-    texts = {
+        "network_tier": "best" if uses_network else "",
         "instance_type": launch.instance_type,
-        "infra": launch.region
-        if "/" in launch.region
-        else launch.region and f"aws/{launch.region}",
+        "infra": region,
         "cpus": str(launch.cpus),
         "memory": str(launch.memory),
+        "disk_size": launch.disk,
+        "use_spot": launch.spot,
+        "image_id": f"docker:{launch.image}" if launch.image != "auto" else "",
+        "labels": launch.labels,
     }
-    fields |= {name: text for name, text in texts.items() if text}
-    if launch.disk:
-        fields["disk_size"] = launch.disk
-    if launch.spot:
-        fields["use_spot"] = True
-    if launch.image != "auto":
-        fields["image_id"] = f"docker:{launch.image}"
-    if launch.labels:
-        fields["labels"] = launch.labels
-    return fields
+    return {name: value for name, value in fields.items() if value}
 
 
 def check(text: str) -> list[str]:

@@ -54,7 +54,6 @@ from weft.config.errors import ConfigErrors, WeftError
 from weft.config.escaping import is_one_line
 from weft.config.files import expand_path
 from weft.config.schema import LaunchSection
-from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 FILE_SUFFIX = ".sh"
 RECIPE_FILE = "recipe.toml"  # in the run directory, for a container, which has no other files
@@ -272,7 +271,7 @@ def _container_words(request: JobRequest) -> tuple[list[str], list[str]]:
     # As on the nodes themselves, the home directory has the caches and credentials.
     if "no-container-mount-home" not in launch.srun_options:
         options.append("--container-mount-home")
-    if names := [*_environment(request), *request.placement.references("env")]:
+    if names := [*request.environment, *request.placement.references("env")]:
         # Otherwise a value that the image has for a variable replaces the job's.
         options.append(f"--container-env={','.join(names)}")
     return options, []
@@ -351,14 +350,6 @@ def render(request: JobRequest) -> str:
     )
 
 
-def _environment(request: JobRequest) -> dict[str, str]:
-    """Return the variables of the job whose values are in the script."""
-    env = {**request.job.launch.env}
-    if references := request.placement.references("secretsmanager"):
-        env[REFERENCES_VARIABLE] = encode_references(references)
-    return env
-
-
 def _exports(request: JobRequest) -> Iterator[str]:
     """Yield the lines that set the variables of the job; srun passes them on."""
     runtime = container_runtime(request.job.launch)
@@ -367,7 +358,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
         yield "export PYTHONNOUSERSITE=1"
         if request.nodes[1] > 1:
             yield HEAD_ADDRESS
-    env, references = _environment(request), request.placement.references("env")
+    env, references = request.environment, request.placement.references("env")
     for name, value in env.items():
         yield f"export {name}={shlex.quote(value)}"
     for name, variable in references.items():

@@ -17,12 +17,9 @@ from typing import NoReturn
 import torch.distributed as dist
 from rich.console import Console
 
-from weft.checkpoint.best import select_checkpoint
 from weft.checkpoint.final_save import read_place
 from weft.checkpoint.lustre import create_checkpoint_dir
-from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
-from weft.checkpoint.owner import owner_errors
-from weft.checkpoint.rollback import drop_later_checkpoints
+from weft.checkpoint.manifest import list_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch, report_notice
@@ -36,17 +33,15 @@ from weft.cluster.rank_exit import (
 )
 from weft.cluster.requeue import record_final_failure, record_start
 from weft.cluster.watchdog import start_watchdog
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.files import expand_path
-from weft.config.formatting import display_path
-from weft.config.locks import lock_directory
+from weft.config.locks import lock_directory, run_dir_in_use
 from weft.config.schema import Job
 from weft.estimate.memory_check import predict_run
 from weft.monitor.device_memory import RunPrediction
 from weft.monitor.event_log import note_event
 from weft.monitor.jsonl import last_logged_step, read_tail
 from weft.monitor.prometheus import serve_metrics
-from weft.monitor.run_reader import read_run_job
 from weft.monitor.signals import STOP_SIGNALS, any_rank_received, listen, request_stop
 from weft.monitor.spot_notice import watch_spot_notices
 from weft.monitor.terminal import quiet_console
@@ -248,34 +243,6 @@ def resume_command() -> str:
     return f"  {words}" if words.isprintable() else "  weft train ..."
 
 
-def run_dir_in_use(run_dir: Path) -> ConfigError:
-    """Return the error for a second process that would train in a run directory."""
-    rule = "is in use by another training process"
-    return ConfigError("run.dir", str(run_dir), rule, "wait for it, or use another --run.dir")
-
-
-def rollback(run_dir: Path, step: int | str) -> str:
-    """Make a run resume from an earlier step, or its best one; return a message.
-
-    Raises:
-        InvalidConfig: if it is not a run, has no such checkpoint, is being trained, or has its
-            checkpoints in the directory of another run.
-    """
-    job = read_run_job(run_dir)
-    home = checkpoint_dir(job.checkpoint, run_dir)
-    if errors := owner_errors(home, run_dir):
-        raise InvalidConfig(errors)
-    with lock_directory(run_dir, run_dir_in_use(run_dir)):
-        if isinstance(step, str):
-            best = select_checkpoint(list_checkpoints(home), step, job.checkpoint)
-            step = checkpoint_step(best)
-        dropped = drop_later_checkpoints(home, step)
-    newest = list_checkpoints(home)[-1:]
-    target = f"to resume from {newest[0]}" if newest else "to start from step 1"
-    command = f"weft train {shlex.quote(display_path(run_dir))}"
-    return f"dropped the checkpoints of steps {dropped}; run {command} {target}"
-
-
 def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
     """Train as one rank that an external launcher started; return the exit status.
 
@@ -285,11 +252,7 @@ def train_rank(base: Job, plan: Plan, recipe: str, force: bool) -> int:
     of nodes.  They save then, and end with status 0, because any other status is a fault for it.
     It reads the output of the first rank of each node, so that each of them prints the steps.
 
-    Args:
-        base: see `start_training`.
-        plan: see `start_training`.
-        recipe: see `start_training`.
-        force: start even if the predicted memory, or the tokenizer of model.path, does not fit.
+    The arguments are those of `start_training`.
 
     Raises:
         Exception: of any type, after its report for the launcher is written.

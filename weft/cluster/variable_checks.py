@@ -6,16 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.cluster.node_facts import (
-    Facts,
-    Finding,
-    bad,
-    note,
-    ok,
-    parse_count,
-    parse_version,
-    warning,
-)
+from weft.cluster.node_facts import Facts, Finding, bad, note, ok, parse_version, warning
 from weft.train.environment import is_loopback
 
 
@@ -116,7 +107,7 @@ def _check_interfaces(facts: Facts) -> Iterator[Finding]:
     elif gloo == "lo" and facts.nodes > 1 and not is_loopback(facts.endpoint):
         observation = "GLOO_SOCKET_IFNAME=lo: other nodes cannot reach this node"
         yield bad(observation, "name the interface of the network")
-    if parse_count(threads) > facts.usable > 0:
+    if threads.isdigit() and int(threads) > facts.usable > 0:
         observation = f"OMP_NUM_THREADS={threads} exceeds the {facts.usable} cores of this process"
         yield warning(observation, "unset it: weft divides the cores among the ranks")
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.cluster.rank_exit import error_path, log_path, process_status, write_error_report
+from weft.cluster.rank_exit import error_path, log_path, write_error_report
 from weft.config.files import write_json
 from weft.config.schema import Job
 from weft.monitor.heartbeat import (
@@ -48,7 +48,7 @@ from weft.monitor.heartbeat import (
     start_heartbeat,
 )
 from weft.monitor.log_buffer import tolerate
-from weft.monitor.process import PYTHON, die_with_parent
+from weft.monitor.process import PYTHON, die_with_parent, process_status
 from weft.monitor.step_timer import PHASES
 
 if TYPE_CHECKING:

@@ -265,3 +265,10 @@ def storage_options(url: str) -> dict[str, Any]:
         retries = {"max_attempts": MAX_ATTEMPTS, "mode": "standard"}
         options["config_kwargs"] = {"retries": retries}
     return options
+
+
+def read_optional_text(path: Path) -> str:
+    """Return the text of a file; empty if it is missing or not readable."""
+    with suppress(OSError):
+        return path.read_text("utf-8", "surrogateescape")
+    return ""

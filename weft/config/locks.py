@@ -97,3 +97,9 @@ def lock_directory(directory: Path, in_use: ConfigError, shared: bool = False) -
 def unwritable_error(directory: Path, error: OSError) -> WeftError:
     """Return the error that a file in a directory cannot be written."""
     return WeftError(f"{error.filename or directory}: cannot be written: {error.strerror}")
+
+
+def run_dir_in_use(run_dir: Path) -> ConfigError:
+    """Return the error for a second process that would train in a run directory."""
+    rule = "is in use by another training process"
+    return ConfigError("run.dir", str(run_dir), rule, "wait for it, or use another --run.dir")

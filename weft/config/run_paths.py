@@ -8,7 +8,7 @@ other paths are absolute.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,19 @@ PATH_KEYS = {
 }
 # A run directory has one of these, and its job.toml, if a user removed sections from that file.
 RUN_FILES = ("metrics.jsonl", "checkpoints")
+
+
+def find_paths(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each path in a job that is not a URL."""
+    defaults = Job()
+    for section, names in PATH_KEYS.items():
+        for name in names:
+            value = getattr(getattr(job, section), name)
+            if value == getattr(getattr(defaults, section), name):
+                continue  # a word, such as auto
+            for path in value if isinstance(value, Mapping) else (value,):
+                if path and "://" not in path:
+                    yield f"{section}.{name}", path
 
 
 def absolute_dir(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Start weft's own processes, and leave none behind.
+"""Start weft's own processes, find them, and leave none behind.
 
 This module imports nothing heavy, because a rank imports it first.
 """
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 # -P: a user's file with the name of a module must not shadow that module.
 PYTHON = [sys.executable, "-P", "-m"]
@@ -67,3 +68,37 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def process_status(process: int) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status``; empty if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+
+def child_pids() -> set[int]:
+    """Return the process ids of this process's running children."""
+    own_pid = str(os.getpid())
+    if sys.platform.startswith("linux"):
+        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        children = {pid for pid in pids if process_status(pid).get("PPid") == own_pid}
+    else:
+        pgrep = ["pgrep", "-P", own_pid]
+        result = subprocess.run(pgrep, capture_output=True, text=True, check=False)
+        children = {int(line) for line in result.stdout.split()}
+    alive = set()
+    for child in children:
+        with suppress(ChildProcessError):  # another thread has already waited for it
+            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                alive.add(child)
+    return alive
+
+
+def handles_signal(child: int, number: int) -> bool:
+    """Return True if a process has a handler for a signal, or if that is unknown."""
+    if not sys.platform.startswith("linux"):
+        return True
+    return bool(int(process_status(child).get("SigCgt", "0"), 16) >> (number - 1) & 1)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.config.files import append_bytes
+from weft.config.host_limits import read_memory_sizes
 from weft.monitor.nvml import Gpu, has_nvml, query_gpus
 from weft.monitor.run_reader import SYSTEM_FILE
 
@@ -116,12 +117,12 @@ def compute_rates(
 
 def read_memory(proc: Path) -> dict[str, float]:
     """Return the used and total memory of the node in GiB."""
-    text = (proc / "meminfo").read_text()
-    sizes = {name: int(kib) / 2**20 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
+    sizes = read_memory_sizes(proc)
     if not {"MemTotal", "MemAvailable"} <= sizes.keys():
         return {}
-    used = sizes["MemTotal"] - sizes["MemAvailable"]
-    return {"memory_gib": round(used, 3), "memory_total_gib": round(sizes["MemTotal"], 3)}
+    total = sizes["MemTotal"] / 2**30
+    used = total - sizes["MemAvailable"] / 2**30
+    return {"memory_gib": round(used, 3), "memory_total_gib": round(total, 3)}
 
 
 def summarize_gpus(gpus: Sequence[Gpu]) -> dict[str, float]:

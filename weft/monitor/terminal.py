@@ -12,7 +12,7 @@ from weft.config.escaping import escape_controls, raw_stream
 from weft.monitor.step_record import StepRecord
 
 # Lines of a step and of a validation, by the fields of `StepRecord`.  The numbers are plain, in the
-# units of metrics.jsonl, because log collectors read them: see `weft.cluster.cloudwatch`.
+# units of metrics.jsonl, because log collectors read them: see `weft.monitor.cloudwatch`.
 STEP_LINE = (
     "loss {loss:.4f}  {tokens_per_second:.0f} tokens/s  MFU {mfu:.3f}  grad norm {grad_norm:.3f}  "
     "lr {lr:.2e}  memory {memory_peak_gib:.2f} GiB  goodput {goodput:.3f}"

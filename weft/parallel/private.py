@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import json
 import logging
 import operator
 import os
+import pickle
 import re
 import socket
 import sys
@@ -791,6 +793,24 @@ def parse_collectives(dump: Mapping[str, Any]) -> list[CollectiveRecord]:
             CollectiveRecord(group, description, seq_id, name, sizes, is_pending, is_p2p)
         )
     return records
+
+
+class _PlainDataUnpickler(pickle.Unpickler):
+    """Unpickler for plain data; refuses classes and functions, which could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
+
+
+def parse_recorder_dump(data: bytes) -> tuple[list[CollectiveRecord], dict[str, list[int]]]:
+    """Return the collectives of a dump of NCCL, and the ranks of each group.
+
+    Raises:
+        Exception: of almost any type, if ``data`` is not such a dump.
+    """
+    dump = _PlainDataUnpickler(io.BytesIO(data)).load()
+    groups = {name: json.loads(each["ranks"]) for name, each in dump["pg_config"].items()}
+    return parse_collectives(dump), {name: sorted(ranks) for name, ranks in groups.items()}
 
 
 def configure_flight_recorder(prefix: str) -> None:

@@ -42,6 +42,7 @@ from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.weight_files import Weight, write_json
 from weft.config.accelerators import WITHOUT_GPUS
 from weft.config.errors import MISSING, ConfigErrors, WeftError
+from weft.config.host_limits import read_memory_sizes
 from weft.data.chat_rows import InvalidConversation
 from weft.data.dataset import open_dataset
 from weft.data.loader import IGNORE_INDEX, build_mixture, evaluation_batches
@@ -155,11 +156,7 @@ def count_bytes(checkpoint: CheckpointRef) -> int:
 
 def available_bytes() -> int | None:
     """Return the memory that a process of this machine or container can take."""
-    found: list[int] = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+    found = [size for name, size in read_memory_sizes().items() if name == "MemAvailable"]
     with suppress(OSError, ValueError):  # of a container, by the cgroup of version 2
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())

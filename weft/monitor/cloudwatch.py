@@ -15,7 +15,6 @@ from typing import Any
 
 from weft.config.errors import WeftError
 from weft.config.files import read_json
-from weft.config.schema import Job
 from weft.monitor.terminal import EVAL_LINE, STEP_LINE
 
 NUMBER = "([-+.e0-9]+)"  # not nan or inf, which CloudWatch does not store
@@ -33,13 +32,9 @@ PERIOD = 60  # seconds, the shortest of SageMaker's metrics
 FIELD = re.compile(r"\{(\w+):[^}]*\}")
 
 
-def metric_definitions(job: Job) -> list[dict[str, str]]:
-    """Return the ``MetricDefinitions`` of a run, also those of preferences."""
-    from weft.train.loss import OBJECTIVES  # imports torch
-
-    objective = OBJECTIVES.get(job.train.objective)  # a user's is not imported here
-    metrics = objective(job.train).metrics if objective is not None else ()
-    texts = STEP_LINE.split("  ") + [f"{name} {{{name}:}}" for name in metrics]
+def metric_definitions(objective_metrics: Sequence[str]) -> list[dict[str, str]]:
+    """Return the ``MetricDefinitions`` of a run, with the metrics of its objective."""
+    texts = STEP_LINE.split("  ") + [f"{name} {{{name}:}}" for name in objective_metrics]
     patterns = {"step": f"step {NUMBER}/[0-9]+  "}
     patterns |= {FIELD.findall(text)[0]: f"{STEP}{FIELD.sub(NUMBER, text)}  " for text in texts}
     patterns["eval_loss"] = FIELD.sub(NUMBER, EVAL_LINE.replace("{step}", "[0-9]+"))
