@@ -25,7 +25,7 @@ from tests.s3 import Proxy
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import DataSection
 from weft.config.storage import open_directory, put_if_absent
-from weft.data import shared_preparation
+from weft.data import conversations, shared_preparation
 from weft.data.prepare import prepare_store
 from weft.data.shared_preparation import SharedWork, make_together, map_units
 from weft.data.stories import stories
@@ -324,9 +324,6 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "lock"}
 
 
-CHAT = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
-
-
 def write_stories(directory: Path, suffix: str) -> Path:
     directory.mkdir()
     for number, story in zip(range(40), stories(), strict=False):
@@ -361,28 +358,93 @@ def test_text_and_its_tokenizer_by_three_workers_give_the_bytes_of_one(
     assert len([*expected.glob("train-*.bin")]) > 3
 
 
-def test_conversations_are_prepared_by_one_worker_and_read_by_all(
-    cache: Path, tmp_path: Path
-) -> None:
-    source = tmp_path / "chats.jsonl"
-    rows = [json.dumps(CHAT | {"id": number}) + "\n" for number in range(50)]
-    source.write_text("".join(rows))
+def write_chats(file: Path, kind: str, count: int) -> None:
+    """Write rows of all lengths, blank lines, and rows that give notes."""
+    lines = []
+    for number in range(count):
+        user = {"role": "user", "content": "? " * (1 + number % 7)}
+        good, bad = ({"role": "assistant", "content": text * (1 + number % 5)} for text in "!?")
+        row: dict[str, Any] = {"messages": [user, good], "id": number}
+        if kind == "preferences":
+            row = {"prompt": [user], "chosen": [good], "rejected": [bad]}
+        elif kind == "unpaired":
+            row = {"prompt": [user], "completion": [good], "label": number % 3 == 0}
+        elif number % 4 == 3:
+            row["messages"] = [user, good | {"weight": 0.5}]
+        lines.append(json.dumps(row) + "\n" + "\n" * (number % 9 == 8))
+    file.write_text("".join(lines))
+
+
+@pytest.fixture
+def chat_section(tmp_path: Path, request: pytest.FixtureRequest) -> DataSection:
+    kind = getattr(request, "param", "chat")
+    (tmp_path / "chats").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        write_chats(tmp_path / "chats" / name, kind, 30)
     tokenizer = build_tokenizer(["? ! user assistant"], SPECIAL, "<|im_end|>", TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    section = DataSection(
-        path=str(source), format="chat", tokenizer=str(tmp_path / "tokenizer" / "tokenizer.json")
+    return DataSection(
+        path=str(tmp_path / "chats"),
+        format=kind,
+        tokenizer=str(tmp_path / "tokenizer" / "tokenizer.json"),
+        node_cache_dir=str(tmp_path / "node"),
     )
-    expected = prepare_store(section, tmp_path / "cache")
-    remote = section.model_copy(update={"node_cache_dir": str(tmp_path / "node")})
-    stores = start_workers(2, lambda: prepare_store(remote, cache))
-    assert {store.url for store in stores} == {str(cache / "stores" / expected.path.name)}
-    assert files_of(cache / "stores" / expected.path.name) == files_of(expected.path)
-    source.write_text("{}\n" + "".join(rows))
-    errors = start_workers(2, lambda: prepare_store(remote, cache))
-    with pytest.raises(InvalidConfig) as caught:
-        prepare_store(section, tmp_path / "cache")
-    assert [str(error) for error in errors] == [str(caught.value)] * 2
-    assert "chats.jsonl:1" in str(caught.value)
+
+
+@pytest.mark.parametrize("chat_section", ["chat", "preferences", "unpaired"], indirect=True)
+def test_conversations_by_three_workers_give_the_bytes_of_one(
+    chat_section: DataSection, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = prepare_store(chat_section, tmp_path / "whole")
+    monkeypatch.setattr(conversations, "FRAGMENT_BYTES", 1500)
+    encode, encoded, threads = conversations.ConversationCorpus._encode, Counter[Any](), set()
+
+    def count(self: Any, lines: Any, *args: Any) -> Any:
+        encoded[lines.fragment.file.name, lines.num_before] += 1
+        threads.add(threading.get_ident())
+        time.sleep(0.02)
+        return encode(self, lines, *args)
+
+    monkeypatch.setattr(conversations.ConversationCorpus, "_encode", count)
+    stores = start_workers(3, lambda: prepare_store(chat_section, cache))
+    url = cache / "stores" / expected.path.name
+    assert [str(getattr(store, "url", store)) for store in stores] == [str(url)] * 3
+    assert files_of(url) == files_of(expected.path)
+    assert len(encoded) >= 4  # fragments of both files
+    assert set(encoded.values()) == {1}
+    assert len(threads) > 1
+    assert not (cache / "preparing").exists()
+    parts = prepare_store(chat_section, tmp_path / "parts")
+    assert files_of(parts.path) == files_of(expected.path)
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [("{}", "has no field"), (json.dumps({"messages": [{"role": "user", "content": "?"}]}), "")],
+)
+def test_invalid_conversation_is_named_by_its_line_in_the_file(
+    chat_section: DataSection,
+    row: str,
+    rule: str,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "chats" / "b.jsonl"
+    lines = file.read_text().splitlines()
+    for number in (20, 30):
+        lines[number] = row
+    file.write_text("\n".join(lines) + "\n")
+    errors = []
+    for size in (1 << 30, 1500):
+        monkeypatch.setattr(conversations, "FRAGMENT_BYTES", size)
+        with pytest.raises(InvalidConfig) as caught:
+            prepare_store(chat_section, tmp_path / "cache")
+        errors.append(str(caught.value))
+    errors += map(str, start_workers(2, lambda: prepare_store(chat_section, cache)))
+    assert "b.jsonl:21: " in errors[0]
+    assert "(1 more such line" in errors[0]
+    assert errors == [errors[0]] * 4
 
 
 def test_tokens_of_other_software_need_a_directory(cache: Path, tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ weft reads the lines twice.  The first reading validates every line, so that all
 within seconds, and selects the validation set: the lines with the lowest hashes.  So one more line
 hardly changes the selection, and copies are in the same split.  The second reading renders,
 tokenizes and appends each line to the files of its split; after an interruption it starts again.
+
+Both are done by fragments of the files.  In an object store they are the units of the workers, each
+of which puts its part of each file; one worker then appends the parts.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import math
 import os
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +47,12 @@ from weft.data.chat_turns import INSEPARABLE_TURNS, TURNS_REMEDY, Rendered
 from weft.data.document_tokens import find_separator
 from weft.data.fragments import FileFragment, list_fragments, list_unread_columns
 from weft.data.packing import select_conversations
-from weft.data.prepared_cache import Progress, Report, progress_counter
+from weft.data.prepared_cache import Report, progress_counter
 from weft.data.records import InvalidRecord, read_lines
-from weft.data.row_audit import RowAudit
-from weft.data.shared_preparation import SharedWork, load_or_scan, map_units
+from weft.data.row_audit import Findings, RowAudit
+from weft.data.shared_preparation import SharedWork, load_or_scan, map_units, put_object
 from weft.data.source import SourceRef, changed_error, path_error
-from weft.data.token_shards import BuiltSplits, Corpus, Encoder, entropy_nats
+from weft.data.token_shards import COUNT_TOKENS, BuiltSplits, Corpus, Encoder, entropy_nats
 from weft.data.token_store import (
     BLOCK_BYTES,
     FORMAT,
@@ -58,12 +63,28 @@ from weft.data.token_store import (
     Split,
     SplitName,
     Store,
+    map_shard,
 )
-from weft.data.workers import Advance
+from weft.data.workers import Advance, ignore_progress
 
 BATCH_LINES = 1024  # rendered, then tokenized together on all cores
-UNSPLIT_BYTES = 1 << 62  # fragment size: files are not split
+FRAGMENT_BYTES = 32 << 20
 LAYOUT_VERSION = 5  # of a store's files, and of how lines are read; part of its cache key
+
+
+class Lines(NamedTuple):
+    """Lines of a fragment.
+
+    Attributes:
+        file_number: of its file in `ConversationCorpus.names`.
+        num_before: lines of the file before the fragment.
+        hashes: of each line that is not blank, uint64 (lines,).
+    """
+
+    fragment: FileFragment
+    file_number: int
+    num_before: int
+    hashes: NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -71,17 +92,23 @@ class ConversationCorpus(Corpus):
     """Validated conversations.
 
     Attributes:
-        hashes: hash of each line, uint64 (lines,).
+        names: of the files.
+        lines: of each fragment.
         validation_threshold: lines with hashes up to it are in the validation set; -1: none.
         has_weights: a line has a weight that is neither 0 nor 1.
     """
 
     section: DataSection
     chat: ChatEncoder
-    fragments: list[FileFragment]
-    hashes: NDArray[np.uint64]
+    names: list[str]
+    lines: list[Lines]
     validation_threshold: int
     has_weights: bool
+
+    @property
+    def hashes(self) -> NDArray[np.uint64]:
+        """Hash of each line, uint64 (lines,)."""
+        return np.concatenate([each.hashes for each in self.lines])
 
     @property
     def cache_key(self) -> object:
@@ -99,58 +126,112 @@ class ConversationCorpus(Corpus):
             *(self.section.chat_template_args, self.section.train_turns),
             *(self.section.train_empty_reasoning, self.section.fields, self.section.roles),
         ]
-        names = [_fragment_name(fragment) for fragment in self.fragments]
-        return [settings, [names, xxh3_128_hexdigest(self.hashes.data)]]
+        return [settings, [self.names, xxh3_128_hexdigest(self.hashes.data)]]
 
     def build(
         self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
     ) -> BuiltSplits:
         """Render and tokenize every line; reject those that give no trained token."""
-        frequency = np.zeros(encoder.vocab_size, np.int64)
-        audit, form = RowAudit(self.chat), row_format(self.section)
-        for fragment in {each.file: each for each in self.fragments}.values():
-            audit.add_columns(list_unread_columns(fragment, form.columns), fragment.file.name)
-        invalid_lines = _InvalidLines()
+        sizes = [each.fragment.size_bytes for each in self.lines]
+        advance = progress_counter(report, "tokenizing the conversations", sum(sizes))
+        if shared is None:
+            with self._open_files(directory, encoder) as files:
+                encoded = [self._encode(lines, files, advance) for lines in self.lines]
+                return self._finish(directory, files, encoded, encoder)
+        directory_of_parts = shared.directory / "parts"
+
+        def encode(number: int, advance: Advance) -> EncodedPart:
+            with (
+                TemporaryDirectory(prefix="weft-prepare-") as scratch,
+                self._open_files(Path(scratch), encoder) as files,
+            ):
+                part = self._encode(self.lines[number], files, advance)
+                part.splits = [each.finish() for each in files]
+                for file in Path(scratch).iterdir():
+                    put_object(directory_of_parts / f"{number:06d}-{file.name}", file.read_bytes())
+            return part
+
+        def merge(parts: list[EncodedPart], advance: Advance) -> BuiltSplits:
+            with (
+                TemporaryDirectory(prefix="weft-prepare-") as scratch,
+                self._open_files(Path(scratch), encoder) as files,
+            ):
+                for number, part in enumerate(parts):
+                    for split_files, split in zip(files, part.splits, strict=True):
+                        split_files.append_part(directory_of_parts, f"{number:06d}-", split)
+                built = self._finish(Path(scratch), files, parts, encoder)
+                for file in sorted(Path(scratch).iterdir()):
+                    put_object(directory / file.name, file.read_bytes())
+            return built
+
+        numbers = range(len(self.lines))
+        parts = map_units(shared, "tokens", encode, numbers, sizes, EncodedPart, advance, 1)
+        [built] = map_units(shared, "merge", merge, [parts], [0], BuiltSplits, ignore_progress, 1)
+        return built
+
+    @contextmanager
+    def _open_files(self, directory: Path, encoder: Encoder) -> Iterator[list[_SplitFiles]]:
         with ExitStack() as stack:
-            train, validation = (
+            yield [
                 _SplitFiles(directory, name, encoder.dtype, self.section, self.has_weights, stack)
                 for name in SPLITS
-            )
-            for line, rendered, encoded, label in self._encode_lines(invalid_lines, audit, report):
-                is_validation = line.hash <= self.validation_threshold
-                split = validation if is_validation else train
-                split.append(line, rendered.text, encoded, label)
-                if not is_validation:
-                    trained = encoded.tokens[1:][encoded.loss_mask[1:]]
-                    frequency += np.bincount(trained, minlength=len(frequency))
-            template = self.chat.template
-            is_inseparable = any(INSEPARABLE_TURNS in line for line in invalid_lines.shown)
-            remedy = f"repair these lines, or the template {template.path}"
-            remedy = TURNS_REMEDY if is_inseparable else remedy
-            description = "not renderable as tokens"
-            invalid_lines.raise_any(self.section.path, description, description, remedy)
-            write_durably(directory / TEMPLATE_FILE, template.sources["default"].encode())
-            special = json.dumps(dict(template.special_tokens))
-            write_durably(directory / TOKENIZER_CONFIG_FILE, special.encode())
-            names = [_fragment_name(fragment) for fragment in self.fragments]
-            return BuiltSplits(
-                train.finish(),
-                validation.finish(),
-                encoder.dtype,
-                entropy_nats(frequency),
-                names,
-                notes=audit.notes(len(self.hashes) - len(np.unique(self.hashes))),
-            )
+            ]
+
+    def _encode(self, lines: Lines, files: Sequence[_SplitFiles], advance: Advance) -> EncodedPart:
+        """Append the lines of a fragment to the files of their split."""
+        part, audit = EncodedPart(), RowAudit(self.chat)
+        for line, rendered, encoded, label in self._encode_lines(lines, part, audit, advance):
+            is_validation = line.hash <= self.validation_threshold
+            files[is_validation].append(line, rendered.text, encoded, label)
+        part.findings = audit.found
+        return part
+
+    def _finish(
+        self,
+        directory: Path,
+        files: Sequence[_SplitFiles],
+        parts: Sequence[EncodedPart],
+        encoder: Encoder,
+    ) -> BuiltSplits:
+        """Finish the files in a local directory, to which all lines have been appended.
+
+        Raises:
+            InvalidConfig: lines are invalid.
+        """
+        audit, form = RowAudit(self.chat), row_format(self.section)
+        for fragment in {each.fragment.file: each.fragment for each in self.lines}.values():
+            audit.add_columns(list_unread_columns(fragment, form.columns), fragment.file.name)
+        invalid_lines = _InvalidLines()
+        for part in parts:
+            invalid_lines.extend(part.invalid_lines)
+            audit.found.extend(part.findings)
+        template = self.chat.template
+        is_inseparable = any(INSEPARABLE_TURNS in line for line in invalid_lines.shown)
+        remedy = f"repair these lines, or the template {template.path}"
+        remedy = TURNS_REMEDY if is_inseparable else remedy
+        description = "not renderable as tokens"
+        invalid_lines.raise_any(self.section.path, description, description, remedy)
+        write_durably(directory / TEMPLATE_FILE, template.sources["default"].encode())
+        special = json.dumps(dict(template.special_tokens))
+        write_durably(directory / TOKENIZER_CONFIG_FILE, special.encode())
+        train, validation = (each.finish() for each in files)
+        hashes = self.hashes
+        return BuiltSplits(
+            train,
+            validation,
+            encoder.dtype,
+            entropy_nats(_count_trained(directory, train, encoder)),
+            self.names,
+            notes=audit.notes(len(hashes) - len(np.unique(hashes))),
+        )
 
     def _encode_lines(
-        self, invalid_lines: _InvalidLines, audit: RowAudit, report: Report
+        self, lines: Lines, part: EncodedPart, audit: RowAudit, advance: Advance
     ) -> Iterator[tuple[_RenderedLine, Rendered, EncodedConversation, bool | None]]:
         """Yield each example with its line, text and label; omit lines that are invalid."""
-        lines = self._render_lines(invalid_lines, audit)
-        count = 0
-        while batch := list(islice(lines, BATCH_LINES)):
-            count += len(batch)
-            report(Progress("tokenizing the conversations", count, len(self.hashes)))
+        rendered_lines = self._render_lines(lines, part, audit)
+        size, count, done = lines.fragment.size_bytes, 0, 0
+        while batch := list(islice(rendered_lines, BATCH_LINES)):
             encoded = iter(self.chat.encode([each for line in batch for each in line.rendered]))
             for line in batch:
                 conversations = [next(encoded) for _ in line.rendered]
@@ -161,51 +242,53 @@ class ConversationCorpus(Corpus):
                 elif self.section.has_preferences and _has_equal(conversations):
                     reason = "chosen and rejected are equal after the chat template"
                 if reason:
-                    invalid_lines.add(where, reason)
+                    part.invalid_lines.add(where, reason)
                     continue
                 for rendered, each, label in zip(
                     line.rendered, conversations, line.labels, strict=True
                 ):
                     audit.add(rendered, each, where)
                     yield line, rendered, each, label
+            count += len(batch)
+            advance(size * count // len(lines.hashes) - done)
+            done = size * count // len(lines.hashes)
             batch.clear()  # before the next one is read
 
     def _locate(self, line: _RenderedLine) -> str:
-        return f"{_fragment_name(self.fragments[line.fragment_index])}:{line.number}"
+        return f"{self.names[line.file_number]}:{line.number}"
 
     def _render_lines(
-        self, invalid_lines: _InvalidLines, audit: RowAudit
+        self, lines: Lines, part: EncodedPart, audit: RowAudit
     ) -> Iterator[_RenderedLine]:
         """Read every line again, and render its conversations; no texts: it is invalid.
 
         Raises:
             InvalidConfig: a file has changed.
         """
-        hashes = map(int, self.hashes)
+        hashes = map(int, lines.hashes)
         form = row_format(self.section)
-        for index, fragment in enumerate(self.fragments):
-            for number, data in read_lines(fragment, form.columns):
-                digest = next(hashes, -1)
-                if isinstance(data, InvalidRecord) or digest != xxh3_64_intdigest(data.strip()):
-                    raise changed_error(fragment.file)
-                line = _RenderedLine(index, number, digest, [], [])
-                where = self._locate(line)
-                try:
-                    row = read_row(data, form)
-                    examples = parse_row(row)
-                    audit.add_row(row, examples, where)
-                    for example in examples:
-                        audit.check(example, where)
-                        rendered = self._render(example)
-                        line.rendered.extend(rendered)
-                        line.labels.extend([example.label] * len(rendered))
-                except InvalidConversation as error:
-                    invalid_lines.add(where, str(error))
-                    line.rendered.clear()
-                    line.labels.clear()
-                yield line
+        for number, data in _read_conversations(lines.fragment, form):
+            digest = next(hashes, -1)
+            if isinstance(data, InvalidRecord) or digest != xxh3_64_intdigest(data.strip()):
+                raise changed_error(lines.fragment.file)
+            line = _RenderedLine(lines.file_number, lines.num_before + number, digest, [], [])
+            where = self._locate(line)
+            try:
+                row = read_row(data, form)
+                examples = parse_row(row)
+                audit.add_row(row, examples, where)
+                for example in examples:
+                    audit.check(example, where)
+                    rendered = self._render(example)
+                    line.rendered.extend(rendered)
+                    line.labels.extend([example.label] * len(rendered))
+            except InvalidConversation as error:
+                part.invalid_lines.add(where, str(error))
+                line.rendered.clear()
+                line.labels.clear()
+            yield line
         if next(hashes, -1) >= 0:
-            raise changed_error(self.fragments[-1].file)
+            raise changed_error(lines.fragment.file)
 
     def _render(self, example: Example) -> list[Rendered]:
         """Render an example: as one text, or as one per trained turn.
@@ -231,7 +314,7 @@ def row_format(section: DataSection) -> RowFormat:
 
 
 class _RenderedLine(NamedTuple):
-    fragment_index: int
+    file_number: int
     number: int
     hash: int
     rendered: list[Rendered]
@@ -239,15 +322,27 @@ class _RenderedLine(NamedTuple):
 
 
 @dataclass
+class EncodedPart:
+    """Result of encoding the lines of a fragment; ``splits`` are those of shared work."""
+
+    invalid_lines: _InvalidLines = field(default_factory=lambda: _InvalidLines())
+    findings: Findings = field(default_factory=Findings)
+    splits: list[Split] = field(default_factory=list)
+
+
+@dataclass
 class ConversationScan:
     """Result of validating the lines of a fragment.
 
-    ``hashes``: of each line, uint64 as base64; ``has_weights``: see `ConversationCorpus`.
+    ``hashes``: of each line that is not blank, uint64 as base64; ``has_weights``: see
+    `ConversationCorpus`; ``is_fatal``: the numbers of later lines of the file are unknown.
     """
 
-    hashes: str
-    has_weights: bool
-    invalid_lines: _InvalidLines
+    hashes: str = ""
+    num_lines: int = 0
+    has_weights: bool = False
+    is_fatal: bool = False
+    invalid_lines: _InvalidLines = field(default_factory=lambda: _InvalidLines())
 
 
 def read_conversation_corpus(
@@ -260,7 +355,7 @@ def read_conversation_corpus(
     Raises:
         InvalidConfig: lines are not conversations (all are listed), or there are too few.
     """
-    fragments = list_fragments(section.path, source, UNSPLIT_BYTES, None)
+    fragments = list_fragments(section.path, source, FRAGMENT_BYTES, None)
     sizes = [fragment.size_bytes for fragment in fragments]
     advance = progress_counter(report, "reading the conversations", sum(sizes))
     form = row_format(section)
@@ -280,44 +375,64 @@ def read_conversation_corpus(
         scans = load_or_scan(cache, key, adapter, scan, section.path, report)
     else:
         scans = scan(None)
-    invalid_lines = _InvalidLines()
-    for each in scans:
-        invalid_lines.extend(each.invalid_lines)
+    names = list(dict.fromkeys(map(_fragment_name, fragments)))
+    lines, invalid_lines, num_lines, fatal = [], _InvalidLines(), Counter[str](), set[str]()
+    for fragment, each in zip(fragments, scans, strict=True):
+        name = _fragment_name(fragment)
+        if name in fatal:
+            continue
+        invalid_lines.extend(each.invalid_lines, f"{name}:", num_lines[name])
+        hashes = np.frombuffer(b64decode(each.hashes), np.uint64)
+        lines.append(Lines(fragment, names.index(name), num_lines[name], hashes))
+        num_lines[name] += each.num_lines
+        if each.is_fatal:
+            fatal.add(name)
     nouns = {"preferences": "preference", "unpaired": "labeled answer"}
     noun = nouns.get(section.format, "conversation")
     remedy = "repair or remove these lines"
     invalid_lines.raise_any(section.path, f"not a {noun}", f"not {noun}s", remedy)
     has_weights = any(each.has_weights for each in scans)
-    line_hashes = np.frombuffer(b"".join(b64decode(each.hashes) for each in scans), np.uint64)
-    distinct = np.unique(line_hashes)
+    corpus = ConversationCorpus(section, chat, names, lines, -1, has_weights)
+    distinct = np.unique(corpus.hashes) if lines else np.empty(0, np.uint64)
     if not len(distinct):
         raise path_error(section.path, "has no conversation", "give rows of conversations")
     if section.validation_fraction == 0:
-        return ConversationCorpus(section, chat, fragments, line_hashes, -1, has_weights)
+        return corpus
     if len(distinct) < 2:
         rule = "has fewer than two conversations: one for training, one for validation"
         remedy = "give more conversations, or data.validation_path, or data.validation_fraction=0"
         raise path_error(section.path, rule, remedy)
     num_validation = math.ceil(section.validation_fraction * len(distinct))
     threshold = distinct[min(len(distinct) - 1, num_validation) - 1]
-    return ConversationCorpus(section, chat, fragments, line_hashes, int(threshold), has_weights)
+    return replace(corpus, validation_threshold=int(threshold))
 
 
 def _scan_fragment(fragment: FileFragment, form: RowFormat, advance: Advance) -> ConversationScan:
-    hashes, has_weights, invalid_lines = array("Q"), False, _InvalidLines()
+    scan, hashes = ConversationScan(), array("Q")
     for number, line in read_lines(fragment, form.columns):
-        where = f"{_fragment_name(fragment)}:{number}"
+        scan.num_lines = number
         if isinstance(line, InvalidRecord):
-            invalid_lines.add(where, line.reason)
-            continue
-        hashes.append(xxh3_64_intdigest(line.strip()))
-        try:
-            examples = parse_line(line, form)
-            has_weights |= any(example.has_fractions for example in examples)
-        except InvalidConversation as error:
-            invalid_lines.add(where, str(error))
+            scan.invalid_lines.add(f"{number}", line.reason)
+            scan.is_fatal |= line.is_fatal
+        elif not line.isspace():
+            hashes.append(xxh3_64_intdigest(line.strip()))
+            try:
+                examples = parse_line(line, form)
+                scan.has_weights |= any(example.has_fractions for example in examples)
+            except InvalidConversation as error:
+                scan.invalid_lines.add(f"{number}", str(error))
     advance(fragment.size_bytes)
-    return ConversationScan(b64encode(hashes).decode(), has_weights, invalid_lines)
+    scan.hashes = b64encode(hashes).decode()
+    return scan
+
+
+def _read_conversations(
+    fragment: FileFragment, form: RowFormat
+) -> Iterator[tuple[int, bytes | InvalidRecord]]:
+    """Yield the lines that are not blank, with their numbers in the fragment."""
+    for number, line in read_lines(fragment, form.columns):
+        if isinstance(line, InvalidRecord) or not line.isspace():
+            yield number, line
 
 
 def _fragment_name(fragment: FileFragment) -> str:
@@ -343,8 +458,10 @@ class _InvalidLines:
         self.first_lines.setdefault(reason, where)
         self.counts[reason] = self.counts.get(reason, 0) + count
 
-    def extend(self, other: _InvalidLines) -> None:
-        for reason, where in other.first_lines.items():
+    def extend(self, other: _InvalidLines, prefix: str = "", num_before: int = 0) -> None:
+        """Add invalid lines; with a prefix, theirs are numbers, after ``num_before`` lines."""
+        for reason, line in other.first_lines.items():
+            where = f"{prefix}{num_before + int(line)}" if prefix else line
             self.add(where, reason, other.counts[reason])
         self.count += other.num_others
         self.num_others += other.num_others
@@ -374,14 +491,14 @@ class _ColumnFile:
     """File of numbers, written in chunks, and renamed to its final name when complete."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype = path, dtype
+        self._path, self.dtype = path, dtype
         self._temporary_path = path.with_name(path.name + ".tmp")
         self._file = self._temporary_path.open("wb")
         self._hash, self.size = xxh3_128(), 0
         self._blocks, self._block, self._block_size = "", xxh3_64(), 0
 
     def append(self, values: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(values, self._dtype).data.cast("B")
+        data = np.ascontiguousarray(values, self.dtype).reshape(-1).data.cast("B")
         self._file.write(data)
         self._hash.update(data)
         while len(data):
@@ -451,8 +568,25 @@ class _SplitFiles:
             self.weights.append(encoded.weights)
         if self.labels is not None:
             self.labels.append(np.array([bool(label)]))
-        self.index.append(np.array([self.tokens.size, line.fragment_index, line.number]))
+        self.index.append(np.array([self.tokens.size, line.file_number, line.number]))
         self.bytes += len(text.encode("utf-8", "replace"))
+
+    def append_part(self, directory: Path, prefix: str, split: Split) -> None:
+        """Append the files of a part, whose names in a directory have a prefix."""
+
+        def read(shard: Shard | None, dtype: str) -> NDArray[Any]:
+            assert shard is not None
+            return np.frombuffer((directory / f"{prefix}{shard.file}").read_bytes(), dtype)
+
+        index = read(split.index, "int64").reshape(-1, 3)
+        self.index.append(index + np.array([self.tokens.size, 0, 0]))
+        self.tokens.append(read(split.shards[0], self.tokens.dtype))
+        self.loss_mask.append(read(split.learned, "uint8"))
+        if self.weights is not None:
+            self.weights.append(read(split.weights, "float32"))
+        if self.labels is not None:
+            self.labels.append(read(split.labels, "uint8"))
+        self.bytes += split.bytes
 
     def finish(self) -> Split:
         documents = self.index.size // 3
@@ -461,6 +595,24 @@ class _SplitFiles:
         labels = None if self.labels is None else self.labels.finish()
         columns = (self.loss_mask.finish(), self.index.finish(), weights, labels)
         return Split(documents, self.bytes, self.tokens.size, shards, *columns)
+
+
+def _count_trained(directory: Path, split: Split, encoder: Encoder) -> NDArray[np.int64]:
+    """Return how often each token is trained, int64 (vocab_size,)."""
+    assert split.learned is not None
+    assert split.index is not None
+    tokens = map_shard(directory, encoder.dtype, split.shards[0])
+    loss_mask = map_shard(directory, "uint8", split.learned)
+    ends = map_shard(directory, "int64", split.index).reshape(-1, 3)[:, 0]
+    frequency = np.zeros(encoder.vocab_size, np.int64)
+    for begin in range(0, len(tokens), COUNT_TOKENS):
+        is_trained = loss_mask[begin : begin + COUNT_TOKENS] > 0
+        # The first token of a conversation is no target.
+        firsts = np.append(0, ends)[np.searchsorted(np.append(0, ends), begin) :] - begin
+        is_trained[firsts[firsts < len(is_trained)]] = False
+        chunk = tokens[begin : begin + COUNT_TOKENS][is_trained]
+        frequency += np.bincount(chunk, minlength=len(frequency))
+    return frequency
 
 
 def check_conversations(

@@ -128,11 +128,6 @@ class RecordCorpus(Corpus):
         return ["records", self.reader.field, *(file.identity for file in files.values())]
 
     @property
-    def is_divisible(self) -> bool:
-        """Return True: shards do not depend on each other."""
-        return True
-
-    @property
     def text_bytes(self) -> int:
         """Bytes of text in both splits."""
         return sum(scan.total(split_index)[1] for scan in self.scans for split_index in (0, 1))

@@ -353,7 +353,7 @@ def _prepare_corpus(
         if shared is None:
             built = corpus.build(directory, encoder, report)
         else:
-            built = _build_together(corpus, directory, encoder, shared, report)
+            built = _build_together(corpus, encoder, report, shared)
         if built.start_tokens is not None:
             start = tuple(built.start_tokens)
             write_durably(directory / RECORD_FILE, format_record(encoder.separator, start).encode())
@@ -401,27 +401,17 @@ def _prepare_corpus(
 
 
 def _build_together(
-    corpus: Corpus, scratch: Path, encoder: Encoder, shared: SharedWork, report: Report
+    corpus: Corpus, encoder: Encoder, report: Report, shared: SharedWork
 ) -> BuiltSplits:
-    """Put the files of a store, with other workers.
-
-    One worker renders and tokenizes conversations, in the local directory ``scratch``.
-    """
-    store = shared.final.parent
+    """Put the files of a store, with other workers."""
 
     def finish(splits: BuiltSplits, advance: Advance) -> BuiltSplits:
         return finish_shared_text(splits, encoder, shared)
 
-    def build(_: None, advance: Advance) -> BuiltSplits:
-        splits = corpus.build(scratch, encoder, report)
-        for file in sorted(scratch.iterdir()):
-            put_object(store / file.name, file.read_bytes())
+    splits = corpus.build(shared.final.parent, encoder, report, shared)
+    if splits.entropy_nats is not None:  # of conversations
         return splits
-
-    if not corpus.is_divisible:
-        return map_units(shared, "tokens", build, [None], [0], BuiltSplits, ignore_progress, 1)[0]
-    parts = corpus.build(store, encoder, report, shared)
-    return map_units(shared, "manifest", finish, [parts], [0], BuiltSplits, ignore_progress, 1)[0]
+    return map_units(shared, "manifest", finish, [splits], [0], BuiltSplits, ignore_progress, 1)[0]
 
 
 def _open_given_store(

@@ -82,15 +82,13 @@ def read_documents(
 def read_lines(
     fragment: FileFragment, columns: Sequence[str]
 ) -> Iterator[tuple[int, bytes | InvalidRecord]]:
-    """Yield every line that is not blank; of rows, the existing ``columns`` as JSON.
+    """Yield every line, also blank ones; of rows, the existing ``columns`` as JSON.
 
     Raises:
         InvalidConfig: the file cannot be read, or does not match its suffix.
     """
     if fragment.kind == "jsonl":
-        for number, line in _read_lines(fragment):
-            if isinstance(line, InvalidRecord) or not line.isspace():
-                yield number, line
+        yield from _read_lines(fragment)
         return
     rows: Iterable[dict[str, Any] | UnicodeDecodeError] = (
         read_user_rows(fragment.file, columns)

@@ -116,9 +116,9 @@ class CacheLocation(NamedTuple):
     directory: str
     limit_bytes: int
 
-    def path_of(self, block: Block) -> Path:
-        """Return the file of a block."""
-        return Path(self.directory, "blocks", block[0][:2], f"{block[0]}-{block[1]:05d}")
+    def path_of(self, block: Block) -> str:
+        """Return the file of a block."""  # a Path would take longer than reading it
+        return f"{self.directory}/blocks/{block[0][:2]}/{block[0]}-{block[1]:05d}"
 
     @property
     def blocks(self) -> Path:
@@ -518,7 +518,7 @@ class Reader:
             self._make_space(len(content))
             for is_last in (False, True):
                 try:
-                    _write_block(self.location.path_of(block), content)
+                    _write_block(Path(self.location.path_of(block)), content)
                     break
                 except OSError as error:
                     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -553,7 +553,7 @@ class Reader:
             with self._changed:
                 named = {block for client in self._clients for block in client.named}
                 named |= self._fetching
-            kept = {str(self.location.path_of(block)) for block in named}
+            kept = {self.location.path_of(block) for block in named}
             for path, stat in sorted(entries, key=lambda entry: entry[1].st_mtime_ns):
                 if used <= target:
                     break
@@ -691,26 +691,28 @@ class ReaderClient:
         Raises:
             FetchFailed: one cannot be read.
         """
-        distinct = dict.fromkeys(blocks)
-        if missing := [block for block in distinct if not self.location.path_of(block).exists()]:
+        distinct, path_of = dict.fromkeys(blocks), self.location.path_of
+        if missing := [block for block in distinct if not os.path.exists(path_of(block))]:
             with self._lock:
                 self._ask(missing, {})
 
-    def read(self, block: Block, begin: int, end: int) -> bytes:
-        """Read bytes of a block, which is fetched if it is not in the cache."""
+    def read(self, block: Block, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read ranges of bytes of a block, which is fetched if it is not in the cache."""
+        path = self.location.path_of(block)
         while True:
             try:
-                handle = os.open(self.location.path_of(block), os.O_RDONLY | os.O_CLOEXEC)
+                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:  # deleted since it was named
                 self.ensure([block])
                 continue
             try:
-                content = os.pread(handle, end - begin, begin)
+                parts = [os.pread(handle, end - begin, begin) for begin, end in ranges]
             finally:
                 os.close(handle)
-            if len(content) == end - begin:
-                return content
-            self.location.path_of(block).unlink(missing_ok=True)  # the disk has lost its end
+            if all(len(p) == end - begin for p, (begin, end) in zip(parts, ranges, strict=True)):
+                return parts
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # the disk has lost its end
 
     def _ask(self, needed: list[Block], soon: Mapping[str, list[Block]]) -> None:
         start, last_log, num_attempts = time.monotonic(), 0.0, 0
@@ -844,17 +846,14 @@ class RemoteColumn:
     """Numbers of a file in a bucket; slices are arrays."""
 
     def __init__(self, file: RemoteFile, dtype: str, location: CacheLocation) -> None:
-        self.file, self._dtype, self._location = file, np.dtype(dtype), location
+        self.file, self.dtype, self._location = file, np.dtype(dtype), location
+        self.length = file.size_bytes // self.dtype.itemsize
+        # Entries of a block.
+        width = file.block_bytes if file.block_xxh3 else file.size_bytes
+        self.block_length = max(1, width // self.dtype.itemsize)
 
     def __len__(self) -> int:
-        return self.file.size_bytes // self._dtype.itemsize
-
-    @property
-    def block_length(self) -> int:
-        """Return the number of entries of a block."""
-        return (self.file.block_bytes if self.file.block_xxh3 else self.file.size_bytes) // (
-            self._dtype.itemsize
-        )
+        return self.length
 
     @property
     def client(self) -> ReaderClient:
@@ -863,30 +862,19 @@ class RemoteColumn:
         client.files[self.file.key] = self.file
         return client
 
-    def list_blocks(self, begin: int, end: int) -> list[Block]:
-        """Return the blocks of numbers ``begin:end``."""
-        size = self._dtype.itemsize
-        if not (begin < end):
-            return []
-        if not self.file.block_xxh3:
-            return [(self.file.key, 0)]
-        width = self.file.block_bytes
-        return [
-            (self.file.key, number)
-            for number in range(begin * size // width, -(-end * size // width))
-        ]
-
     def __getitem__(self, span: slice) -> NDArray[Any]:
-        begin, end, _ = span.indices(len(self))
-        client, size, parts = self.client, self._dtype.itemsize, []
-        blocks = self.list_blocks(begin, end)
-        if len(blocks) > 1:
-            client.ensure(blocks)
+        begin, end, _ = span.indices(self.length)
+        if begin >= end:
+            return np.empty(0, self.dtype)
+        width, size, parts = self.block_length, self.dtype.itemsize, []
+        blocks = [(self.file.key, number) for number in range(begin // width, -(-end // width))]
+        client = self.client
+        client.ensure(blocks)
         for block in blocks:
-            first, last = self.file.range_of(block[1])
-            low, high = max(begin * size, first), min(end * size, last)
-            parts.append(client.read(block, low - first, high - first))
-        return np.frombuffer(b"".join(parts), self._dtype)
+            first = block[1] * width
+            low, high = max(begin - first, 0), min(end - first, width)
+            parts += client.read(block, [(low * size, high * size)])
+        return np.frombuffer(b"".join(parts), self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)

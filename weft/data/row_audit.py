@@ -9,7 +9,6 @@ is refused; for the rest there is one note per kind, with the first line and a c
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,21 +34,39 @@ class Finding:
 
 
 @dataclass
+class Findings:
+    """Findings in the rows of a part of a source."""
+
+    by_kind: dict[str, Finding] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)  # rows with a key that is not read
+    num_answers: int = 0
+    ending: list[int] = field(default_factory=list)  # tokens of the first answer without an end
+    empty_reasoning: str = ""
+
+    def extend(self, later: Findings) -> None:
+        """Add the findings in later rows."""
+        for kind, found in later.by_kind.items():
+            self.by_kind.setdefault(kind, Finding(found.first)).count += found.count
+        for name, count in later.unread.items():
+            self.unread[name] = self.unread.get(name, 0) + count
+        self.num_answers += later.num_answers
+        self.ending = self.ending or later.ending
+        self.empty_reasoning = self.empty_reasoning or later.empty_reasoning
+
+
+@dataclass
 class RowAudit:
     """Findings in the rows of a source.
 
     Args:
         chat: the encoder of the rows.
+        found: the findings so far.
     """
 
     chat: ChatEncoder
-    _findings: dict[str, Finding] = field(default_factory=dict)
-    _unread: Counter[str] = field(default_factory=Counter)
+    found: Findings = field(default_factory=Findings)
     _unread_columns: dict[str, None] = field(default_factory=dict)
     _ignored_by_shape: dict[str, frozenset[str]] = field(default_factory=dict)
-    _num_answers: int = 0
-    _ending: list[int] = field(default_factory=list)
-    _empty_reasoning: str = ""
 
     def check(self, example: Example, where: str) -> None:
         """Count the fields of an example that the template ignores.
@@ -75,7 +92,8 @@ class RowAudit:
         """Count the keys of a row without an effect, and what it says not to train."""
         unread = [name for name in row.record if name not in row.read]
         if unread:
-            self._unread.update(unread)
+            for name in unread:
+                self.found.unread[name] = self.found.unread.get(name, 0) + 1
             self._count("unread", where)
         if not examples:
             self._count("untrained", where)
@@ -91,7 +109,7 @@ class RowAudit:
         for span in rendered.spans:
             match = EMPTY_REASONING.match(rendered.text, span.start, span.stop)
             if match:
-                self._empty_reasoning = self._empty_reasoning or match[0].strip()
+                self.found.empty_reasoning = self.found.empty_reasoning or match[0].strip()
                 self._count("empty reasoning", where)
         self._add_endings(encoded, where)
 
@@ -107,15 +125,15 @@ class RowAudit:
         for back in (1, 2):
             earlier = np.maximum(lasts - back, 0)
             has_end |= is_end[earlier] & loss_mask[np.minimum(earlier + 1, lasts)]
-        self._num_answers += len(lasts)
+        self.found.num_answers += len(lasts)
         for last in lasts[~has_end].tolist():
             self._count("endless", where)
-            if not self._ending:
+            if not self.found.ending:
                 begin = max(0, last + 1 - NUM_SHOWN)
-                self._ending = tokens[begin : last + 1][loss_mask[begin : last + 1]].tolist()
+                self.found.ending = tokens[begin : last + 1][loss_mask[begin : last + 1]].tolist()
 
     def _count(self, kind: str, where: str) -> None:
-        self._findings.setdefault(kind, Finding(where)).count += 1
+        self.found.by_kind.setdefault(kind, Finding(where)).count += 1
 
     # ---------------------------------------------------------------------- the template
 
@@ -169,7 +187,7 @@ class RowAudit:
         Args:
             num_repeated: rows that are equal to an earlier one.
         """
-        notes = [self._describe(kind, found) for kind, found in self._findings.items()]
+        notes = [self._describe(kind, found) for kind, found in self.found.by_kind.items()]
         if num_repeated:
             notes.append(
                 f"{num_repeated:,} rows are equal to an earlier row, and are trained again"
@@ -179,8 +197,8 @@ class RowAudit:
     def _describe(self, kind: str, found: Finding) -> str:
         count, first = f"{found.count:,}", f"the first is {found.first}"
         if kind == "unread":
-            verb = "has" if len(self._unread) == 1 else "have"
-            return f"{_list_names(self._unread)} of {count} rows {verb} no effect; {first}"
+            verb = "has" if len(self.found.unread) == 1 else "have"
+            return f"{_list_names(self.found.unread)} of {count} rows {verb} no effect; {first}"
         if kind == "columns":
             names = f"the columns {_list_names(self._unread_columns)} have no effect"
             return f"{names}; the first file with such a column is {found.first}"
@@ -194,7 +212,7 @@ class RowAudit:
         if kind == "empty":
             return f"{count} rows have an empty answer: the model learns to say nothing; {first}"
         if kind == "empty reasoning":
-            shown = json.dumps(self._empty_reasoning)
+            shown = json.dumps(self.found.empty_reasoning)
             return (
                 f"{count} answers have no reasoning, and the template writes an empty one "
                 f"({shown}), which is trained: the model learns not to reason. "
@@ -215,10 +233,10 @@ class RowAudit:
 
         stops = " or ".join(decode([token]) for token in sorted(self.chat.end_tokens)[:4])
         return (
-            f"{found.count:,} of {self._num_answers:,} trained answers do not end in a token "
-            f"at which generation stops ({stops}), but in {decode(self._ending)}; so the model "
-            "does not learn to stop. Use a template that ends answers with such a token inside "
-            "{% generation %} ... {% endgeneration %} (data.chat_template, now "
+            f"{found.count:,} of {self.found.num_answers:,} trained answers do not end in a token "
+            f"at which generation stops ({stops}), but in {decode(self.found.ending)}; so the "
+            "model does not learn to stop. Use a template that ends answers with such a token "
+            "inside {% generation %} ... {% endgeneration %} (data.chat_template, now "
             f"{self.chat.template.path}), or name the special token that ends them as "
             f"eos_token_id in generation_config.json beside the tokenizer; the first is "
             f"{found.first}"

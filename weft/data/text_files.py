@@ -112,11 +112,6 @@ class TextCorpus(Corpus):
         return [(scan.file.name, scan.content_hash) for scan in self.scans]
 
     @property
-    def is_divisible(self) -> bool:
-        """Return True: shards do not depend on each other."""
-        return True
-
-    @property
     def text_bytes(self) -> int:
         """Bytes of the train text."""
         return sum(part.text_bytes for part in self.train)

@@ -93,11 +93,6 @@ class Corpus(ABC):
         """Data that determines the store, except for settings, as JSON types."""
 
     @property
-    def is_divisible(self) -> bool:
-        """Return True if several workers can build the store together."""
-        return False
-
-    @property
     def text_bytes(self) -> int:
         """Approximate bytes of text for training a tokenizer."""
         return 0
@@ -121,7 +116,7 @@ class Corpus(ABC):
             directory: the store; of ``shared`` work, in an object store.
             encoder: the tokenizer, whose file is on this machine.
             report: is called with the progress.
-            shared: the work of several workers; only if the corpus ``is_divisible``.
+            shared: the work of several workers.
         """
 
 

@@ -98,8 +98,8 @@ class TokenStream:
         """
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"a window of {length} tokens reaches outside 0..{len(self)}")
-        if self._remote is not None:
-            self._remote.client.ensure(self.list_blocks(starts, np.full(len(starts), length)))
+        if self._columns:
+            return self._read_remote_windows(starts, length)
         out = np.empty((len(starts), length), np.int64)
         # Copying each window is several times faster than indexing every position.
         for row, start in zip(out, starts.tolist(), strict=True):
@@ -109,6 +109,34 @@ class TokenStream:
                 part = self._shards[shard][begin : begin + length - filled]
                 row[filled : filled + len(part)] = part
                 filled, shard = filled + len(part), shard + 1
+        return out
+
+    def _read_remote_windows(self, starts: Ints, length: int) -> Ints:
+        """Return windows of a store in a bucket; the file of each block is opened once."""
+        parts: dict[Block, list[tuple[int, int, int, int]]] = {}
+        columns: dict[Block, RemoteColumn] = {}
+        for row, start in enumerate(starts.tolist()):
+            filled = 0
+            while filled < length:
+                shard = bisect_right(self._begins, start + filled) - 1
+                column, offset = self._columns[shard], start + filled - self._begins[shard]
+                number, begin = divmod(offset, column.block_length)
+                count = min(length - filled, column.block_length - begin, column.length - offset)
+                block = (column.file.key, number)
+                parts.setdefault(block, []).append((row, filled, begin, count))
+                columns[block] = column
+                filled += count
+        for column in set(columns.values()):
+            client = column.client  # knows the file from now on
+        client.ensure(parts)
+        out = np.empty((len(starts), length), np.int64)
+        for block, places in parts.items():
+            column = columns[block]
+            size = column.dtype.itemsize
+            ranges = [(begin * size, (begin + count) * size) for _, _, begin, count in places]
+            contents = client.read(block, ranges)
+            for (row, filled, _, count), content in zip(places, contents, strict=True):
+                out[row, filled : filled + count] = np.frombuffer(content, column.dtype)
         return out
 
     @property
