@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from weft.cluster.sagemaker_entry import (
     detect_container,
     parse_arguments,
     parse_toolkit_value,
+    prepare_arguments,
     read_hyperparameters,
     train_arguments,
     write_failure,
@@ -181,6 +183,25 @@ def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
 def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"recipe is missing. Set the hyperparameter recipe"):
         train_arguments([("train.steps", "5")], single_container(tmp_path))
+
+
+@pytest.mark.parametrize("make", [train_arguments, prepare_arguments])
+def test_entry_without_the_channel_or_file_of_the_recipe_names_it(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    two = replace(single_container(tmp_path), hosts=("algo-1", "algo-2"))
+    recipe = two.base / "input" / "data" / "recipe" / "recipe.toml"
+    with pytest.raises(InvalidConfig) as caught:
+        make([("recipe", str(recipe))], two)
+    assert f'recipe="{recipe}" does not exist: the job has no channel recipe' in str(caught.value)
+    assert "checkpoint.dir" not in str(caught.value)
+    two = replace(two, channels={"recipe": recipe.parent})
+    with pytest.raises(InvalidConfig, match="the channel recipe has no such file"):
+        make([("recipe", str(recipe))], two)
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("[")
+    with pytest.raises(InvalidConfig, match="cannot be read as TOML"):
+        make([("recipe", str(recipe))], two)
 
 
 def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> None:

@@ -20,15 +20,19 @@ import numpy as np
 import pytest
 
 from tests import aws
+from tests.data.test_foreign_tokens import documents, write_megatron
 from tests.pages import SPECIAL, TEMPLATE, build_tokenizer
 from tests.s3 import Proxy
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import DataSection
 from weft.config.storage import open_directory, put_if_absent
 from weft.data import conversations, shared_preparation
+from weft.data.dataset import dataset_from_store
+from weft.data.inspect import summarize_dataset
 from weft.data.prepare import prepare_store
 from weft.data.shared_preparation import SharedWork, make_together, map_units
 from weft.data.stories import stories
+from weft.data.token_store import SPLITS
 from weft.data.tokenizer_training import train_tokenizer
 from weft.data.workers import Advance, ignore_progress
 
@@ -447,11 +451,32 @@ def test_invalid_conversation_is_named_by_its_line_in_the_file(
     assert errors == [errors[0]] * 4
 
 
-def test_tokens_of_other_software_need_a_directory(cache: Path, tmp_path: Path) -> None:
-    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+@pytest.mark.parametrize("end", [None, 0], ids=["megatron", "nanogpt"])
+def test_tokens_of_other_software_are_copied_into_the_bucket(
+    end: int | None, cache: Path, tmp_path: Path
+) -> None:
     train_tokenizer(["a b c"], 300).save(str(tmp_path / "tokenizer.json"))
+    texts, source = documents(100, end, top=250), tmp_path / "train.bin"
+    if end is None:  # without separators, which weft adds
+        write_megatron(source, texts, "uint16")
+    else:
+        np.array([token for text in texts for token in text], np.uint16).tofile(source)
     section = DataSection(
-        path=str(tmp_path / "train.bin"), tokenizer=str(tmp_path / "tokenizer.json")
+        path=str(source),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        node_cache_dir=str(tmp_path / "node"),
     )
-    with pytest.raises(InvalidConfig, match=r"Use a directory as data\.cache_dir"):
-        prepare_store(section, cache)
+    local = prepare_store(section, tmp_path / "cache")
+    expected = [np.concatenate(local.tokens(name)._shards) for name in SPLITS]
+    stores = start_workers(2, lambda: prepare_store(section, cache))
+    [url] = {str(getattr(store, "url", store)) for store in stores}
+    for file in tmp_path.glob("train.*"):
+        file.unlink()  # other machines lack them
+    given = prepare_store(section.model_copy(update={"path": url}), tmp_path / "cache")
+    assert summarize_dataset(dataset_from_store(given))[-1].endswith(f"prepared in {url}")
+    assert given.manifest.train.ends is not None
+    assert given.manifest.unigram_entropy_nats == pytest.approx(local.manifest.unigram_entropy_nats)
+    for name, tokens in zip(SPLITS, expected, strict=True):
+        files = [cache / "stores" / given.manifest.key / s.file for s in given.split(name).shards]
+        content = b"".join(file.read_bytes() for file in files)
+        np.testing.assert_array_equal(np.frombuffer(content, np.uint16), tokens)

@@ -199,10 +199,36 @@ def take_program(pairs: Overrides) -> tuple[list[str], Overrides]:
     return program.split(), [pair for pair in pairs if pair[0] != "program"]
 
 
-def prepare_arguments(pairs: Overrides) -> tuple[list[str], Job]:
-    """Return the arguments of ``weft data prepare``, and the job that they make."""
+def take_recipe(pairs: Overrides, container: Container) -> tuple[str, Overrides]:
+    """Return the recipe, and the other hyperparameters as overrides.
+
+    Raises:
+        InvalidConfig: if there is no recipe, or it cannot be read.
+    """
     given = [(key.replace("-", "_"), value) for key, value in pairs if key != "recipe"]
-    recipe = dict(pairs)["recipe"]
+    recipe = next((value for key, value in pairs if key == "recipe"), None)
+    if recipe is None:
+        remedy = "set the hyperparameter recipe to the name of a shipped recipe, or to a path"
+        raise InvalidConfig([ConfigError("recipe", MISSING, "is missing", remedy)])
+    path, inputs = Path(recipe), container.base / "input" / "data"
+    if path.is_relative_to(inputs) and path != inputs and not path.exists():
+        name = path.relative_to(inputs).parts[0]
+        rule = f"does not exist: the channel {name} has no such file"
+        remedy = f"upload it to the channel's prefix in S3, which is the input {name} of the job"
+        if name.lower() not in container.channels:
+            channels = ", ".join(sorted(container.channels)) or "none"
+            rule = f"does not exist: the job has no channel {name} (its channels: {channels})"
+            remedy = f"add {name} to InputDataConfig, with the S3 prefix of the file"
+        raise InvalidConfig([ConfigError("recipe", recipe, rule, remedy)])
+    unreadable = [e for e in read_job(recipe, given)[2] if e.key in ("recipe", "extends")]
+    if unreadable:  # the job would have defaults, and other errors would only follow
+        raise InvalidConfig(unreadable)
+    return recipe, given
+
+
+def prepare_arguments(pairs: Overrides, container: Container) -> tuple[list[str], Job]:
+    """Return the arguments of ``weft data prepare``, and the job that they make."""
+    recipe, given = take_recipe(pairs, container)
     words = (word for key, value in given for word in (f"--{key}", value))
     return [recipe, *words], read_job(recipe, given)[0]
 
@@ -213,14 +239,9 @@ def train_arguments(pairs: Overrides, container: Container) -> tuple[list[str], 
     SageMaker's settings are the defaults.
 
     Raises:
-        InvalidConfig: if there is no recipe, or no shared directory for the checkpoints.
+        InvalidConfig: if the recipe cannot be read, or no directory is shared for checkpoints.
     """
-    given = [(key.replace("-", "_"), value) for key, value in pairs]
-    recipe = next((value for key, value in given if key == "recipe"), None)
-    given = [(key, value) for key, value in given if key != "recipe"]
-    if recipe is None:
-        remedy = "set the hyperparameter recipe to the name of a shipped recipe, or to a path"
-        raise InvalidConfig([ConfigError("recipe", MISSING, "is missing", remedy)])
+    recipe, given = take_recipe(pairs, container)
     job, _, _ = read_job(recipe, given)  # weft train reports the errors
     defaults = []
     channel = next((name for name in CHANNELS if name in container.channels), None)
@@ -363,7 +384,8 @@ def main() -> None:
         link_mounts(mounts, container.channels, table, Path("/")).raise_any()
         program, pairs = take_program(pairs)
         trains = program == ["train"]
-        arguments, job = train_arguments(pairs, container) if trains else prepare_arguments(pairs)
+        make_arguments = train_arguments if trains else prepare_arguments
+        arguments, job = make_arguments(pairs, container)
         check_mounts(mounts, job, table, Path("/")).raise_any()
         environment |= {
             "SM_HOSTS": json.dumps(container.hosts),

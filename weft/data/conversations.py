@@ -459,7 +459,7 @@ class _InvalidLines:
         self.counts[reason] = self.counts.get(reason, 0) + count
 
     def extend(self, other: _InvalidLines, prefix: str = "", num_before: int = 0) -> None:
-        """Add invalid lines; with a prefix, theirs are numbers, after ``num_before`` lines."""
+        """Add invalid lines; with a prefix, theirs are numbers in a fragment."""
         for reason, line in other.first_lines.items():
             where = f"{prefix}{num_before + int(line)}" if prefix else line
             self.add(where, reason, other.counts[reason])

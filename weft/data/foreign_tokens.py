@@ -11,7 +11,8 @@ version; number of tokens), then the tokens.  *nanoGPT* writes 16-bit tokens wit
 
 If tokens have 16 or 32 bits and are contiguous, and documents end with the separator, weft writes a
 store that refers to these files and copies nothing.  Otherwise (such as Megatron-LM without
-``--append-eod``), weft copies the tokens and adds the separators.  Files with ``val`` in their
+``--append-eod``), weft copies the tokens and adds the separators.  It also copies them into an
+object store, where machines without these files read them.  Files with ``val`` in their
 names are the validation set; without such files, it is the end of each file, from a document
 boundary.
 """
@@ -32,7 +33,7 @@ from weft.config.files import write_durably
 from weft.config.schema import DataSection
 from weft.data.document_tokens import find_named_start, format_tokens
 from weft.data.prepared_cache import Report, collect_errors, progress_counter, raise_errors
-from weft.data.shared_preparation import SharedWork
+from weft.data.shared_preparation import SharedWork, map_units
 from weft.data.source import File, path_error
 from weft.data.token_shards import (
     BuiltSplits,
@@ -40,6 +41,7 @@ from weft.data.token_shards import (
     Encoder,
     describe_shard,
     insufficient_data_error,
+    put_shard,
 )
 from weft.data.token_store import (
     SPLITS,
@@ -51,7 +53,7 @@ from weft.data.token_store import (
     hash_tokens,
     map_shard,
 )
-from weft.data.workers import Advance
+from weft.data.workers import Advance, ignore_progress
 
 CHUNK_TOKENS = 16 << 20  # per read
 START_TOKENS = 1 << 20  # of each file, in which weft looks for start tokens
@@ -115,9 +117,25 @@ class TokenCorpus(Corpus):
     def build(
         self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None = None
     ) -> BuiltSplits:
-        """Validate every token, and copy those that cannot be used in place."""
+        """Validate every token, and copy those that cannot be used in place.
+
+        One worker copies all of them into an object store.
+        """
+        if shared is not None:
+
+            def copy(_: None, advance: Advance) -> BuiltSplits:
+                return self._build(directory, encoder, report, shared)
+
+            return map_units(shared, "tokens", copy, [None], [0], BuiltSplits, ignore_progress, 1)[
+                0
+            ]
+        return self._build(directory, encoder, report, None)
+
+    def _build(
+        self, directory: Path, encoder: Encoder, report: Report, shared: SharedWork | None
+    ) -> BuiltSplits:
         dtypes = {find_in_place_dtype(source, encoder.separator) for source in self.files}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        dtype = dtypes.pop() if len(dtypes) == 1 and shared is None else None
         fraction = self.section.validation_fraction
         train, validation = split_tokens(self.files, encoder.separator, fraction)
         if fraction == 0 and validation:
@@ -132,7 +150,7 @@ class TokenCorpus(Corpus):
         message = "copying the tokens" if dtype is None else "checking the tokens"
         advance = progress_counter(report, message, total)
         splits = [
-            _build_split(directory, name, spans, dtype, encoder, advance)
+            _build_split(directory, name, spans, dtype, encoder, advance, shared)
             for name, spans in zip(SPLITS, (train, validation), strict=True)
         ]
         start, note = _check_start_tokens(train, encoder, self.section)
@@ -152,6 +170,7 @@ def _build_split(
     dtype: Dtype | None,
     encoder: Encoder,
     advance: Advance,
+    shared: SharedWork | None,
 ) -> Split:
     """Build the shards; with ``dtype``, of tokens in place, else of copies."""
     shards: list[Shard] = []
@@ -164,6 +183,9 @@ def _build_split(
             if dtype is None:
                 file = directory / f"{name}-{index:05d}-{begin:012d}.bin"
                 copied = np.ascontiguousarray(tokens.astype(encoder.dtype))
+                if shared is not None:
+                    shards.append(put_shard(file, copied, encoder, shared))
+                    continue
                 write_durably(file, copied.data)
                 shards.append(describe_shard(file, copied))
         if dtype is not None:

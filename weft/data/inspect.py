@@ -63,7 +63,9 @@ def summarize_dataset(dataset: Dataset) -> list[str]:
     if dataset.shares:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in dataset.shares.items())
         lines.append(f"training mixture: {shares}")
-    lines.append(f"tokenizer: {dataset.vocab_size:,} entries; prepared in {dataset.path}")
+    # A store in a bucket has its URL, which is the data.path of other machines.
+    place = dataset.path if dataset.shares or dataset.validation else dataset.stores[0].url
+    lines.append(f"tokenizer: {dataset.vocab_size:,} entries; prepared in {place or dataset.path}")
     return lines
 
 

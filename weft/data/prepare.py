@@ -304,9 +304,6 @@ def _read_corpus(
     if source.kind == "text":
         return read_text_corpus(section, source.files, cache, shard_bytes, report)
     if source.kind == "tokens":
-        if is_remote(cache):
-            rule = "is tokens of other software, which are used in place, and other machines lack"
-            raise path_error(section.path, rule, "use a directory as data.cache_dir")
         return TokenCorpus(section, read_headers(source.files))
     return read_record_corpus(section, source, cache, shard_bytes, report)
 

@@ -183,8 +183,11 @@ def _detect_remote(url: str) -> SourceRef:
         remedy = "give .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, or a glob of these"
         raise path_error(url, rule, remedy)
     if source.kind == "tokens":
-        rule = "holds token files, which must be on a local disk"
-        raise path_error(url, rule, "copy it to a disk")
+        rule = "holds tokens of other software, which weft reads from a disk"
+        remedy = "copy it to a disk, and give the copy; for nodes without that disk, "
+        remedy += "'weft data prepare COPY --data.cache_dir s3://BUCKET/DIRECTORY' puts the tokens "
+        remedy += "into a bucket, and prints the data.path to use"
+        raise path_error(url, rule, remedy)
     return source
 
 
