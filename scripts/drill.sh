@@ -33,6 +33,7 @@ slurm-no-mount     | a container without its data fails                      | t
 slurm-no-pyxis     | a cluster without Pyxis refuses an image                | tests/cluster/test_slurm_containers.py::test_slurm_without_pyxis_is_refused
 slurm-requests     | sbatch accepts or refuses what the keys request         | tests/cluster/test_slurm.py::test_slurm_requests_of_the_keys
 slurm-exclude      | a file excludes a node for later jobs                   | tests/cluster/test_slurm.py::test_slurm_file_excludes_an_unhealthy_node_for_later_jobs
+slurm-array        | trials of a comparison, one requeued, end in the report  | tests/cluster/test_comparison_jobs.py::test_launch_vary_on_slurm_ends_in_the_report
 hyperpod-option    | srun accepts --auto-resume, sbatch does not             | tests/cluster/test_auto_resume.py::test_plugin_is_an_option_of_srun_alone
 hyperpod-fault     | a node is replaced: same job id, same losses            | tests/cluster/test_auto_resume.py::test_hardware_fault_requeues_on_another_node_and_resumes
 hyperpod-first     | the first node is replaced: the rendezvous moves        | tests/cluster/test_auto_resume.py::test_hardware_fault_of_the_first_node_resumes

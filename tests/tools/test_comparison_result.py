@@ -44,7 +44,7 @@ def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSum
         Variant(label, "demo", Job(), plan=object())  # type: ignore[arg-type]
         for label in LABELS[:count]
     ]
-    wrong = (ConfigError("parallel.tp", 3, "does not divide <i>heads</i>"),)
+    wrong = (str(ConfigError("parallel.tp", 3, "does not divide <i>heads</i>")),)
     variants.append(Variant("tp=3", "demo", Job(), None, wrong))
     results = []
     for v in range(count):

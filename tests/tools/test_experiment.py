@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.test_cli import rejected
 from weft.cli.main import main
 from weft.cluster import REQUEUE
 from weft.config.errors import ConfigErrors, InvalidConfig
+from weft.config.files import write_json
 from weft.config.reader import read_job
 from weft.plan.plan import Plan
 from weft.tools.experiment import failure_reason, trial_order
@@ -109,8 +111,8 @@ def test_variants_labels_name_what_changed() -> None:
 def test_variants_invalid_one_is_a_row_all_invalid_raise() -> None:
     result = variants(["demo"], ("parallel.tp", ["1", "3", "x"]))
     assert [item.plan is None for item in result] == [False, True, True]
-    assert "does not divide" in str(result[1].errors[0])
-    assert str(result[2].errors[0]).startswith('parallel.tp="x" must be a whole number')
+    assert "does not divide" in result[1].errors[0]
+    assert result[2].errors[0].startswith('parallel.tp="x" must be a whole number')
     with pytest.raises(InvalidConfig) as caught:
         variants(["demo"], ("parallel.tpp", ["1", "2"]))
     assert [error.key for error in caught.value.errors] == ["parallel.tpp"] * 2
@@ -313,6 +315,42 @@ def test_compare_crash_and_invalid_variant_are_rows(first_comparison: dict[str, 
     assert "crash: repeat 1 failed: rank 0 failed: RuntimeError: injected fault" in crash
     log = first_comparison["directory"] / crash.rpartition("log: ")[2]
     assert "injected fault" in log.read_text()
+
+
+def test_compare_directory_collects_what_has_finished(
+    first_comparison: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory of a comparison, also one that was killed, trains and plans nothing."""
+    out = tmp_path / "out"
+    shutil.copytree(first_comparison["directory"] / "out", out)
+    before = stamps(out, "*-repeat-1/**/*")
+    record = json.loads((out / "comparison.json").read_text())
+    assert main(["compare", str(out)]) == 0
+    again = json.loads((out / "comparison.json").read_text())
+    for key in ("verdict", "failures", "ended", "looks", "compared", "settings"):
+        assert again[key] == record[key] or key == "failures", key
+    assert [line.partition("; log")[0] for line in again["failures"]] == [
+        line.partition("; log")[0] for line in record["failures"]
+    ]
+    # A process that is killed leaves finished trials without a result.
+    write_json(out / "comparison.json", record | {"ended": [], "looks": []})
+    assert main(["compare", str(out), "--price", "3", "--margin", "0.1"]) == 0
+    again = json.loads((out / "comparison.json").read_text())
+    assert again["verdict"] == record["verdict"]
+    assert {(each["variant"], each["status"]) for each in again["ended"]} == {
+        (0, 0),
+        (1, 0),
+        (2, 1),
+    }
+    assert again["looks"] == [2]
+    assert (again["settings"]["price"], again["settings"]["margin"]) == (3, 0.1)
+    assert stamps(out, "*-repeat-1/**/*") == before
+    capsys.readouterr()
+    lines = rejected(capsys, "compare", str(out), "--repeat", "2", "--optim.lr", "1")
+    assert [line.partition(" is not possible")[0] for line in lines] == [
+        '--repeat="2"',
+        '--optim.lr="1"',
+    ]
 
 
 def test_compare_directory_of_another_comparison_is_refused(

@@ -269,7 +269,7 @@ def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
 def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> None:
     job = Job()
     variants = [
-        Variant("A", "demo", job, None, (ConfigError("parallel.tp", 3, "does not divide"),)),
+        Variant("A", "demo", job, None, (str(ConfigError("parallel.tp", 3, "does not divide")),)),
         Variant("B", "demo", job, plan=object()),  # type: ignore[arg-type]
     ]
     results = [TrialResult(1, 1, -9, "ended with signal SIGKILL", 2.0)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from weft.cluster import FAILED, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.job_placement import RUNS, Placement, make_placement, merge_documents
@@ -23,6 +23,16 @@ from weft.plan.plan import Machine, Plan
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
 RUN_DIR = "run.dir"
+
+
+class TrialTask(NamedTuple):
+    """A trial of a comparison: its number in a job array, name, files and seed."""
+
+    number: int
+    name: str
+    run: Path
+    recipe: Path
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class JobRequest:
         machine: the hardware of the nodes.
         uploads: files of this machine that the nodes read in ``launch.bucket``, by their URLs.
         program: command of weft that every node runs.
+        trials: the tasks of a job array; ``run_dir`` is then the directory of the comparison.
+        max_running: tasks that run at the same time; 0: no limit.
     """
 
     name: str
@@ -55,11 +67,18 @@ class JobRequest:
     machine: Machine | None = None
     uploads: Mapping[str, Path] = field(default_factory=dict)
     program: Sequence[str] = ("train",)
+    trials: Sequence[TrialTask] = ()
+    max_running: int = 0
 
     @property
     def trains(self) -> bool:
         """Return True if the nodes train, and do not only prepare the data."""
         return tuple(self.program) == ("train",)
+
+    @property
+    def compares(self) -> bool:
+        """Return True if the job summarizes a comparison."""
+        return tuple(self.program) == ("compare",)
 
     @property
     def time_limit_seconds(self) -> int:

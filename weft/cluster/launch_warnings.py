@@ -33,16 +33,19 @@ WITH_TIME_LIMIT = {
 }
 
 
-def print_warnings(on: str, request: JobRequest) -> None:
-    """Print the warnings about a request on stderr."""
+def print_warnings(on: str, *requests: JobRequest) -> None:
+    """Print the warnings about requests on stderr, each of them once."""
+    for warning in dict.fromkeys(text for each in requests for text in _find_all(on, each)):
+        print(f"weft: warning: {warning}", file=sys.stderr)
+
+
+def _find_all(on: str, request: JobRequest) -> list[str]:
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
     warnings += find_local_modules(on, request.job)
     warnings += find_separate_preparation(on, request)
     warnings += find_short_limit(on, request)
     warnings += find_missing_webhook(on, request, os.environ)
-    warnings += get_cluster(on).find_warnings(request)
-    for warning in warnings:
-        print(f"weft: warning: {warning}", file=sys.stderr)
+    return [*warnings, *get_cluster(on).find_warnings(request)]
 
 
 def find_missing_webhook(

@@ -16,6 +16,9 @@ nodes.  The files of ``launch.exclude`` keep the names of such nodes for later j
 nodes continues on the remaining nodes (``--no-kill``).  On HyperPod (`weft.cluster.hyperpod`) srun
 replaces a node that has a hardware fault.
 
+*Array*: the trials of a comparison are the tasks of a job array (`weft.cluster.comparison_jobs`).
+Each task has its own run directory, and is requeued like a job.
+
 *Container*: with ``launch.image`` the tasks of srun run in a container, and the script does not.
 Pyxis adds options to srun; Apptainer is a command that srun starts.
 """
@@ -27,7 +30,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -281,7 +284,8 @@ def render(request: JobRequest) -> str:
     """Return the batch script."""
     launch, (min_nodes, max_nodes) = request.job.launch, request.nodes
     # Slurm expands %j and similar patterns in file names.
-    output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
+    job_pattern = "%A_%a" if request.trials else "%j"
+    output = f"{str(request.run_dir).replace('%', '%%')}/slurm-{job_pattern}.out"
     save_seconds = min(SAVE_SECONDS, request.time_limit_seconds // 4)
     is_elastic, resilience = min_nodes != max_nodes, request.job.resilience
     # By default a task gets only one core.
@@ -296,6 +300,9 @@ def render(request: JobRequest) -> str:
     if request.devices and not set(GPU_OPTIONS) & set(launch.options):
         options["gpus-per-node"] = str(request.devices)
     options |= {"time": launch.time_limit, "signal": f"TERM@{save_seconds}", "requeue": ""}
+    if request.trials:
+        numbers = [trial.number for trial in request.trials]
+        options["array"] = format_tasks(numbers, request.max_running)
     if is_elastic:
         options["no-kill"] = ""
     if is_exclusive:
@@ -323,10 +330,16 @@ def render(request: JobRequest) -> str:
     srun += container_options
     for name, value in launch.srun_options.items():
         srun.append(f"--{name}" if value in ("true", name) else f"--{name}={value}")
-    recipe = standalone_recipe(request) if container_runtime(launch) else None
+    needs_recipe = container_runtime(launch) and not request.trials and not request.compares
+    recipe = standalone_recipe(request) if needs_recipe else None
     recipe_file = request.run_dir / RECIPE_FILE
     words = request.command(request.recipe if recipe is None else str(recipe_file))
     command = format_command(words, "    ")
+    script, arguments, run_dir = command, "", Markup(shlex.quote(str(request.run_dir)))
+    if request.trials:
+        run_dir = Markup('"$run"')
+        arguments = '"$recipe" --run.dir "$run" --train.seed "$seed"'
+        command, script = f"weft train {arguments}", 'weft train "$@"'
     exclude_files = [str(expand_path(name).absolute()) for name in request.placement.exclude_files]
     return render_template(
         "slurm.sh.j2",
@@ -338,16 +351,27 @@ def render(request: JobRequest) -> str:
         recipe=recipe,
         recipe_file=recipe_file,
         command=Markup(command),
-        setup=build_script(launch.setup, command) if launch.setup else "",
+        setup=build_script(launch.setup, script) if launch.setup else "",
+        arguments=Markup(arguments),
+        trials=request.trials,
+        directory=request.run_dir,
         hyperpod=hyperpod.HYPERPOD_DIR,
-        requeue=request.run_dir / REQUEUE_DIR,
+        requeue=run_dir + f"/{REQUEUE_DIR}",
         max_failures=MAX_FAILED_STARTS if resilience.max_restarts_per_hour else 0,
         max_stops=MAX_STARTS,
-        unhealthy_nodes=request.run_dir / UNHEALTHY_NODES_DIR if resilience.preflight else "",
+        unhealthy_nodes=run_dir + f"/{UNHEALTHY_NODES_DIR}" if resilience.preflight else "",
         exclude=launch.options.get("exclude") or ",".join(request.placement.exclude),
         exclude_files=Markup(shlex.join(exclude_files)),
         name=request.name,
     )
+
+
+def format_tasks(numbers: Sequence[int], max_running: int) -> str:
+    """Return the value of sbatch's --array."""
+    first, last = numbers[0], numbers[-1]
+    is_range = last - first == len(numbers) - 1 > 0
+    text = f"{first}-{last}" if is_range else ",".join(map(str, numbers))
+    return f"{text}%{max_running}" if max_running else text
 
 
 def _exports(request: JobRequest) -> Iterator[str]:
@@ -401,12 +425,18 @@ def check(text: str) -> list[str]:
 
 def submit(path: Path, request: JobRequest) -> str:
     """Submit the script; return the job id."""
-    return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    return run_sbatch(path)
+
+
+def run_sbatch(path: Path, *options: str) -> str:
+    """Submit a script with further options; return the job id."""
+    return _slurm("sbatch", "--parsable", *options, str(path)).strip().partition(";")[0]
 
 
 def resubmit(path: Path, id: str) -> str:
-    """Submit the script again; return the new job id."""
-    return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    """Submit the script again, or one task of an array; return the new id."""
+    _, underscore, task = id.partition("_")
+    return run_sbatch(path, *([f"--array={task}"] if task else [])) + underscore + task
 
 
 def status(id: str) -> str:
@@ -430,7 +460,8 @@ def status(id: str) -> str:
 
 def logs(id: str, run_dir: Path, follow: bool) -> Iterator[str]:
     """Yield the lines of the job's file, which outlives Slurm's record of the job."""
-    path = run_dir / f"slurm-{id}.out"
+    # The output of an array's tasks is beside their run directories.
+    path = (run_dir.parent if "_" in id else run_dir) / f"slurm-{id}.out"
     while not path.is_file():
         job_status = status(id)
         if not follow or not is_active(job_status):
@@ -470,7 +501,7 @@ def _show_job(id: str) -> dict[str, str]:
     try:
         text = _slurm("scontrol", "show", "job", id, "--oneliner")
     except ToolError as error:
-        if "Invalid job id" not in str(error):
+        if not re.search("Invalid job id|Job [0-9_]+ not found", str(error)):
             raise
     else:
         return dict(re.findall(r"(?:^|\s)(\w+)=(.*?)(?=\s[\w:/]+=|$)", text.splitlines()[0]))

@@ -9,6 +9,7 @@ and submit the file without weft.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import time
@@ -110,7 +111,7 @@ def build_request(
         plan = resolve_nodes(planned, machine, recipe, base, adopt_paths)
         run_dir = expand_path(plan.run_dir).absolute()
         errors += check_data_is_named(plan)
-        name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "run"
+        name = format_name(run_dir.name, "run")
     except InvalidConfig as error:
         errors.add_independent(map(explain_absent_model, error.errors))
     sent, uploads = find_uploads(on, job, name) if on in CLUSTERS else ({}, {})
@@ -134,6 +135,11 @@ def build_request(
         errors += get_cluster(on).find_errors(request)
     errors.raise_any()
     return request
+
+
+def format_name(text: str, default: str) -> str:
+    """Return a text as the name of a job: see `JobRequest`."""
+    return re.sub("[^a-z0-9]+", "-", text.lower())[:40].strip("-") or default
 
 
 def explain_absent_model(error: ConfigError) -> ConfigError:
@@ -188,7 +194,7 @@ def build_preparation(
     stem = Path(recipe).stem if recipe.endswith(".toml") else Path(recipe).name
     run_dir = expand_path(f"runs/prepare-{stem}" if job.run.dir == "auto" else job.run.dir)
     run_dir = run_dir.absolute()
-    name = re.sub("[^a-z0-9]+", "-", run_dir.name.lower())[:40].strip("-") or "prepare"
+    name = format_name(run_dir.name, "prepare")
     pairs = {key: value for key, value in overrides if not key.startswith(("launch.", "run."))}
     sent, uploads = find_uploads(on, job, name)
     job, pairs = _with_urls(job, sent), pairs | sent
@@ -305,11 +311,13 @@ def submit(on: str, request: JobRequest, text: str) -> SubmittedJob:
             with suppress(OSError):  # another process has written there
                 directory.rmdir()
         raise
-    _write_record(run_dir, on, id, path.name, request.job.launch.price_per_gpu_hour)
+    write_record(run_dir, on, id, path.name, request.job.launch.price_per_gpu_hour)
     return SubmittedJob(run_dir, on, id)
 
 
-def _write_record(run_dir: Path, on: str, id: str, file: str, price: float) -> None:
+def write_record(
+    run_dir: Path, on: str, id: str, file: str, price: float, **more: str | float
+) -> None:
     """Write the record of a submitted job.
 
     Raises:
@@ -322,6 +330,7 @@ def _write_record(run_dir: Path, on: str, id: str, file: str, price: float) -> N
         "time": time.time(),
         "run_dir": str(run_dir.resolve()),  # only to recognize a copy
         "price_per_gpu_hour": price,
+        **more,
     }
     try:
         write_json(run_dir / LAUNCH_FILE, record)
@@ -398,6 +407,7 @@ class SubmittedJob:
         record = json.loads((self.run_dir / LAUNCH_FILE).read_text("utf-8"))
         module = get_cluster(self.on)
         path = self.run_dir / record.get("file", f"launch{module.FILE_SUFFIX}")
+        path = Path(os.path.normpath(path))  # an array's is in the directory of its comparison
         rule = remedy = ""
         if is_active(status := module.status(self.id)):
             rule, remedy = f"has an active job {self.id}: {status}", "wait, or run weft job cancel"
@@ -406,8 +416,10 @@ class SubmittedJob:
         if rule:
             raise InvalidConfig([ConfigError("RUN", str(self.run_dir), rule, remedy)])
         id = module.resubmit(path, self.id)
-        price = float(record.get("price_per_gpu_hour", 0.0))
-        _write_record(self.run_dir, self.on, id, path.name, price)
+        price, more = float(record.get("price_per_gpu_hour", 0.0)), {}
+        if "log" in record:
+            more["log"] = record["log"].replace(self.id, id)
+        write_record(self.run_dir, self.on, id, record.get("file", path.name), price, **more)
         return SubmittedJob(self.run_dir, self.on, id)
 
     def cancel(self) -> str:

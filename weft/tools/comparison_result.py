@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from weft.config.formatting import display_path, format_columns
+from weft.config.formatting import format_columns
 from weft.config.schema import difference, flatten
 from weft.tools.report.report_charts import loss_unit
 from weft.tools.trials import (
     TrialLosses,
     TrialResult,
-    log_path,
+    describe_log,
     measure_losses,
     measure_trial,
     trial_dir,
@@ -100,6 +100,7 @@ class ComparisonSummary:
         results: of the trials so far.
         settings: number of repeats, margin of equivalence, and price.
         looks: numbers of trials after which a verdict was given.
+        unfinished: a line for each trial that has not ended.
     """
 
     def __init__(
@@ -109,9 +110,10 @@ class ComparisonSummary:
         results: Sequence[TrialResult],
         settings: ComparisonSettings,
         looks: Sequence[int] = (),
+        unfinished: Sequence[str] = (),
     ) -> None:
         self._directory, self._variants, self._results = directory, variants, results
-        self._settings = settings
+        self._settings, self._unfinished = settings, unfinished
         self.labels = [variant.label for variant in variants]
         self.title = f"comparison of {'; '.join(self.labels)}"
         trials = sorted(
@@ -173,7 +175,7 @@ class ComparisonSummary:
         return {
             "label": variant.label,
             "recipe": variant.recipe,
-            "errors": [str(error) for error in variant.errors],
+            "errors": [*variant.errors],
             "changes": self._changed_keys(variant),
             "trials": [
                 asdict(trial) | {"device_hours_per_billion_tokens": trial.device_hours}
@@ -207,7 +209,7 @@ class ComparisonSummary:
     def _format_changes(self) -> list[str]:
         lines = []
         for v, variant in enumerate(self._variants):
-            if v != self._base and variant.plan is not None:
+            if v != self._base and variant.is_valid:
                 keys = [
                     f"{key} {_truncate(before)} -> {_truncate(after)}"
                     for key, (before, after) in self._changed_keys(variant).items()
@@ -217,17 +219,16 @@ class ComparisonSummary:
 
     def _format_failures(self) -> list[str]:
         lines = [
-            f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.errors)}"
+            f"{variant.label}: cannot be run: {'; '.join(variant.errors)}"
             for variant in self._variants
-            if variant.plan is None
+            if not variant.is_valid
         ]
         for result in self._results:
             if result.status:
                 label = self.labels[result.variant]
-                log = display_path(log_path(_run_dir(self._directory, self._variants, result)))
-                failure = f"repeat {result.repeat} failed: {result.reason}"
-                lines.append(f"{label}: {failure}; log: {log}")
-        return lines
+                log = describe_log(_run_dir(self._directory, self._variants, result))
+                lines.append(f"{label}: repeat {result.repeat} failed: {result.reason}; {log}")
+        return [*lines, *self._unfinished]
 
     def _make_verdict(self) -> list[str]:
         if self._losses is None:
@@ -333,7 +334,7 @@ class ComparisonSummary:
         notes = []
         if self._losses is not None:
             trials = [trial for trials in self._trials for trial in trials]
-            num_variants = sum(variant.plan is not None for variant in self._variants)
+            num_variants = sum(variant.is_valid for variant in self._variants)
             num_trials = num_variants * self._settings.repeats
             if len(trials) < num_trials:
                 notes.append(f"{len(trials)} of {num_trials} trials have finished so far")

@@ -10,6 +10,9 @@ same initial weights.  They are a pair, and what they share cancels in their dif
 A trial is one ``weft train`` process with a run directory below the comparison's.  That directory
 holds its records; ``comparison.json`` adds the outcome.  An interrupted comparison resumes with the
 same command: it keeps finished trials and resumes the interrupted one.
+
+`collect` reads what the trials in a directory have done, whoever has started them: the jobs of a
+cluster (`weft.cluster.comparison_jobs`) have no process that waits for all of them.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +39,9 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading, replace_text, write_json
 from weft.config.locks import lock_directory
+from weft.config.schema import Job
 from weft.monitor.process import PYTHON, die_with_parent
+from weft.monitor.run_reader import FAILURE_KINDS, RunReader, is_run_dir
 from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import format_duration
 from weft.tools.comparison_result import (
@@ -43,11 +50,20 @@ from weft.tools.comparison_result import (
     completed_trials,
 )
 from weft.tools.report.comparison_page import write_page
-from weft.tools.trials import TrialResult, log_path, recipe_path, trial_dir, trial_seed
+from weft.tools.trials import (
+    TrialResult,
+    describe_log,
+    log_path,
+    read_launch_record,
+    recipe_path,
+    trial_dir,
+    trial_seed,
+)
 from weft.tools.variants import Variant
 from weft.tools.verdict import import_student_t
 
 COMPARISON = "comparison.json"
+FAILED = 1  # status of a trial whose process nobody has waited for
 
 
 def compare(
@@ -82,10 +98,7 @@ def compare(
         settings = replace(settings, repeats=max(repeats, settings.repeats))
 
         def save() -> ComparisonSummary:
-            summary = ComparisonSummary(directory, variants, results, settings, looks)
-            document = summary.to_dict() | comparison_record(variants, results, looks)
-            write_json(directory / COMPARISON, document, indent=2)
-            return summary
+            return save_comparison(directory, variants, results, settings, looks)
 
         save()
         write_recipes(directory, variants)
@@ -99,11 +112,19 @@ def compare(
             save()
             if signals.count:
                 break
-        if results and len(results) not in looks:  # the same trials are no new verdict
-            looks.append(len(results))
+        _note_look(directory, variants, results, looks)
         summary = save()
         write_page(directory, summary, log)
         return summary, signals.count
+
+
+def _note_look(
+    directory: Path, variants: Sequence[Variant], results: Sequence[TrialResult], looks: list[int]
+) -> None:
+    """Add the number of finished trials to those after which a verdict was given."""
+    count = len(completed_trials(directory, variants, results))
+    if count and count not in looks:  # the same trials are no new verdict
+        looks.append(count)
 
 
 class StopSignals:
@@ -127,9 +148,119 @@ class StopSignals:
 # --------------------------------------------------------------------------- directory
 
 
+def collect(
+    directory: Path, changes: Mapping[str, Any], log: Callable[[str], object]
+) -> ComparisonSummary:
+    """Summarize the trials that have ended so far; train and plan nothing.
+
+    Args:
+        directory: directory of the comparison, which describes its variants.
+        changes: fields of `ComparisonSettings` that differ from the recorded settings.
+        log: called with lines about the page.
+
+    Raises:
+        InvalidConfig: if the directory has no comparison of runs, or another process uses it.
+        WeftError: if SciPy is not installed, or a file is damaged.
+    """
+    import_student_t()
+    load_comparison(directory)  # check before a lock is created
+    rule = "is in use by another weft compare"
+    in_use = ConfigError("DIR", str(directory), rule, "wait until it has ended")
+    with lock_directory(directory, in_use):
+        variants, recorded, settings, looks = load_comparison(directory)
+        settings = replace(settings, **changes)
+        results, unfinished = collect_results(directory, variants, recorded, settings.repeats)
+        _note_look(directory, variants, results, looks)
+        summary = save_comparison(directory, variants, results, settings, looks, unfinished)
+        write_page(directory, summary, log)
+        return summary
+
+
+def load_comparison(
+    directory: Path,
+) -> tuple[list[Variant], list[TrialResult], ComparisonSettings, list[int]]:
+    """Read the variants, results, settings and looks of a comparison.
+
+    Raises:
+        InvalidConfig: if the directory has no comparison of runs.
+        WeftError: if ``comparison.json`` is damaged.
+    """
+    record = read_json(directory / COMPARISON)
+    if "compared" not in record:
+        rule = "holds a comparison made with --plan-only" if record else f"has no {COMPARISON}"
+        remedy = "name the directory of a comparison of runs"
+        raise InvalidConfig([ConfigError("DIR", str(directory), rule, remedy)])
+    with reading(directory / COMPARISON):
+        variants = []
+        for identity, variant in zip(record["compared"], record["variants"], strict=True):
+            tree: dict[str, dict[str, Any]] = {}
+            for key, value in identity["job"].items():
+                section, _, name = key.partition(".")
+                tree.setdefault(section, {})[name] = value
+            job, errors = Job.model_validate(tree), tuple(map(str, variant["errors"]))
+            variants.append(Variant(identity["label"], variant["recipe"], job, None, errors))
+        results = [TrialResult(**result) for result in record["ended"]]
+        settings = ComparisonSettings(**record["settings"])
+        return variants, results, settings, [*map(int, record["looks"])]
+
+
+def collect_results(
+    directory: Path, variants: Sequence[Variant], recorded: Sequence[TrialResult], repeats: int
+) -> tuple[list[TrialResult], list[str]]:
+    """Return the results of ended trials, and a line for each other trial."""
+    results, unfinished = completed_trials(directory, variants, recorded), []
+    failed = {(result.repeat, result.variant): result for result in recorded if result.status}
+    known = {(result.repeat, result.variant) for result in results}
+    for repeat, index in trial_order(_valid_indices(variants), repeats):
+        if (repeat, index) in known:
+            continue
+        label = variants[index].label
+        run = trial_dir(directory, index, label, repeat)
+        state, reason, seconds, progress = inspect_trial(run)
+        if state == "finished":
+            results.append(TrialResult(index, repeat, 0, "", seconds))
+        elif (repeat, index) in failed and not read_launch_record(run):
+            results.append(failed[repeat, index])
+        elif state == "failed":
+            results.append(TrialResult(index, repeat, FAILED, reason, seconds))
+        else:
+            unfinished.append(f"{label}: repeat {repeat} {progress}; {describe_log(run)}")
+    return results, unfinished
+
+
+def inspect_trial(run: Path) -> tuple[str, str, float, str]:
+    """Return a trial's state, why it failed, its seconds and its progress.
+
+    The state is finished, failed or unfinished.  A trial has finished when it has written its last
+    evaluation and checkpoint.
+    """
+    if not is_run_dir(run):  # a mistake is found before the run writes files
+        record = read_launch_record(run)
+        file = run / record["log"] if record.get("log") else log_path(run)
+        output = file.read_text("utf-8", "replace") if file.is_file() else ""
+        if "\nweft: " in f"\n{output}":
+            return "failed", failure_reason(FAILED, output), 0.0, ""
+        return "unfinished", "", 0.0, "has not started"
+    reader = RunReader(run)
+    events, step = reader.read_events(), int(reader.last("step") or 0)
+    times = [*reader.column("time"), *(event.time for event in events)]
+    seconds = float(max(times) - min(times)) if times else 0.0
+    if any(event.kind == "end" and event.step == step for event in events):
+        return "finished", "", seconds, ""
+    last = [event for event in events if event.kind in FAILURE_KINDS | {"start", "stop"}][-1:]
+    if last and last[0].kind in FAILURE_KINDS:
+        return "failed", last[0].text.partition("\n")[0], seconds, ""
+    return "unfinished", "", seconds, f"has not finished: step {step:,} of {reader.steps:,}"
+
+
+def is_finished(run: Path) -> bool:
+    """Return True if the trial in this run directory has done all its steps."""
+    return inspect_trial(run)[0] == "finished"
+
+
 def default_dir(variants: Sequence[Variant]) -> Path:
     """Return ``runs/compare-<recipes>-<hash of the variants>``."""
-    names = "-".join(dict.fromkeys(Path(variant.recipe).stem for variant in variants))[:40]
+    names = "-".join(dict.fromkeys(Path(variant.recipe).stem for variant in variants))[:22]
     text = json.dumps([variant.identity() for variant in variants], sort_keys=True)
     return Path("runs") / f"compare-{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
@@ -186,6 +317,21 @@ def open_comparison(
         return results, [*map(int, record["looks"])]
 
 
+def save_comparison(
+    directory: Path,
+    variants: Sequence[Variant],
+    results: Sequence[TrialResult],
+    settings: ComparisonSettings,
+    looks: Sequence[int] = (),
+    unfinished: Sequence[str] = (),
+) -> ComparisonSummary:
+    """Summarize a comparison, and write the summary to ``comparison.json``."""
+    summary = ComparisonSummary(directory, variants, results, settings, looks, unfinished)
+    document = summary.to_dict() | comparison_record(variants, results, looks)
+    write_json(directory / COMPARISON, document, indent=2)
+    return summary
+
+
 def comparison_record(
     variants: Sequence[Variant], results: Sequence[TrialResult], looks: Sequence[int]
 ) -> dict[str, Any]:
@@ -212,6 +358,10 @@ def _describe_difference(current: list[dict[str, Any]], previous: list[dict[str,
 # --------------------------------------------------------------------------- trials
 
 
+def _valid_indices(variants: Sequence[Variant]) -> list[int]:
+    return [index for index, variant in enumerate(variants) if variant.is_valid]
+
+
 def trial_order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
     """Return (repeat, variant) of all trials, in alternating directions."""
     return [
@@ -231,7 +381,7 @@ def missing_trials(
 
     A variant that failed is skipped; the next call of `compare` retries it.
     """
-    runnable = [index for index, variant in enumerate(variants) if variant.plan is not None]
+    runnable = _valid_indices(variants)
     trials = trial_order(runnable, repeats)
     for number, trial in enumerate(trials, 1):
         done = {(result.repeat, result.variant) for result in results}
@@ -258,7 +408,7 @@ def format_time_left(variants: Sequence[int], results: Sequence[TrialResult]) ->
 def write_recipes(directory: Path, variants: Sequence[Variant]) -> None:
     """Write the complete job of each variant that can run."""
     for index, variant in enumerate(variants):
-        if variant.plan is not None:
+        if variant.is_valid:
             text = tomli_w.dumps(variant.job.model_dump(mode="json"))
             name = f"{variant.label!a}, of the recipe {variant.recipe!a}"
             path = recipe_path(directory, index, variant.label)
@@ -305,11 +455,13 @@ def run_trial(
 def failure_reason(status: int, output: str) -> str:
     """Return the last error message of a failed trial, without its traceback."""
     lines = output.splitlines()
-    errors = [i for i, line in enumerate(lines) if line.startswith("weft: ")]
+    # A batch script says with which status weft has exited; weft has said why.
+    errors = [i for i, line in enumerate(lines) if re.match("weft: (?!exit status )", line)]
     if not errors:
         name = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return " ".join([f"ended with {name}", *lines[-1:]])
     message = lines[errors[-1]].removeprefix("weft: ")
     if "nothing was started:" in message:
-        return " ".join(line.strip() for line in lines[errors[-1] + 1 :])
+        rest = takewhile(lambda line: line.startswith(" "), lines[errors[-1] + 1 :])
+        return " ".join(line.strip() for line in rest)
     return message

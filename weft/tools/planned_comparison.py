@@ -110,7 +110,7 @@ def compare_plans(
     planned = []
     for number, variant in enumerate(variants, 1):
         if variant.plan is None:
-            reason = " ".join(str(error) for error in variant.errors)
+            reason = " ".join(variant.errors)
             planned.append(PlannedVariant(variant.label, None, None, reason))
         else:
             log(f"plan {number} of {len(variants)}: {variant.label}")

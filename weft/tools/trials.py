@@ -9,7 +9,9 @@ evaluated there, else the mean train loss over the last tenth of those tokens.
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,7 +20,9 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from weft.config.files import read_json, reading
+from weft.config.formatting import display_path
 from weft.monitor.jsonl_reader import read_records
+from weft.monitor.run_cost import LAUNCH_FILE
 from weft.monitor.step_record import device_hours
 from weft.plan.placement import AXES
 from weft.tools.variants import Variant
@@ -104,6 +108,21 @@ def trial_dir(directory: Path, index: int, label: str, repeat: int) -> Path:
 def log_path(run: Path) -> Path:
     """Return the path of a trial's output."""
     return run.with_name(f"{run.name}.log")
+
+
+def describe_log(run: Path) -> str:
+    """Return where the output of a trial is: a file, or the command that prints it."""
+    file = log_path(run)
+    if (record := read_launch_record(run)) and not file.exists():
+        file = run / record["log"] if record.get("log") else file
+        if not file.exists():
+            return f"see 'weft job status {shlex.quote(display_path(run))}'"
+    return f"log: {display_path(Path(os.path.normpath(file)))}"
+
+
+def read_launch_record(run: Path) -> dict[str, Any]:
+    """Return the record of a trial that was submitted to a cluster; empty without one."""
+    return read_json(run / LAUNCH_FILE)
 
 
 def trial_seed(variants: Sequence[Variant], variant: int, repeat: int) -> int:

@@ -26,22 +26,43 @@ TRIAL_KEYS = ("run.dir", "checkpoint.dir")
 # Work that would disturb the timing; off unless the user sets the key.
 DEFAULT_OVERRIDES = [("checkpoint.interval", "0"), ("monitor.report", "false")]
 MAX_LABEL_CHARS = 32  # of a value
+# Keys of [launch] on which the speed or the numbers of a trial may depend.
+LAUNCH_TRIAL_KEYS = frozenset(
+    f"launch.{name}"
+    for name in (
+        *("image", "setup", "mounts", "env", "instance_type", "network", "queue", "reservation"),
+        *("topology", "node_labels", "cpus", "memory", "spot", "container", "options"),
+        "srun_options",
+    )
+)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a comparison; an invalid one has ``errors`` and no ``plan``."""
+    """A variant of a comparison; an invalid one has ``errors``.
+
+    The plan is None for an invalid variant, and for those that are read from ``comparison.json``.
+    """
 
     label: str
     recipe: str
     job: Job  # with defaults for invalid keys
     plan: Plan | None
-    errors: tuple[ConfigError, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    @property
+    def is_valid(self) -> bool:
+        """Return True if the variant can run."""
+        return not self.errors
 
     def identity(self) -> dict[str, Any]:
         """Return the label and keys that earlier results must share."""
-        job = {key: value for key, value in flatten(self.job).items() if key not in TRIAL_KEYS}
+        job = {key: value for key, value in flatten(self.job).items() if _is_compared(key)}
         return dict(json.loads(json.dumps({"label": self.label, "job": job}, default=str)))
+
+
+def _is_compared(key: str) -> bool:
+    return key in LAUNCH_TRIAL_KEYS or not (key in TRIAL_KEYS or key.startswith("launch."))
 
 
 def parse_vary(text: str, errors: ConfigErrors) -> list[tuple[str, list[str]]]:
@@ -109,6 +130,7 @@ def read_variants(
     overrides: Overrides,
     cli_errors: Iterable[ConfigError],
     read: Callable[[str, Overrides], Plan],
+    launches: bool = False,
 ) -> list[Variant]:
     """Read every recipe with every combination of values.
 
@@ -118,10 +140,11 @@ def read_variants(
         overrides: of all variants.
         cli_errors: errors that the command line already has.
         read: returns the plan of a recipe and overrides, or raises InvalidConfig.
+        launches: the trials are jobs of a cluster.
 
     Raises:
-        InvalidConfig: if there is only one variant, or all are invalid.  If some are valid, an
-            invalid variant keeps its problems.
+        InvalidConfig: if there is only one variant, if all are invalid, or if one is invalid and
+            the trials are jobs of a cluster.  Otherwise an invalid variant keeps its errors.
     """
     errors = ConfigErrors()
     errors += cli_errors
@@ -134,10 +157,18 @@ def read_variants(
         if any(key == name for key, _ in [*vary, *overrides]):
             rule = "cannot be set, because the comparison sets it for each trial"
             errors.add(name, rule, "use --out DIRECTORY")
+    for key in varied:
+        if key.startswith("launch.") and not launches:
+            rule = "has no effect on trials of this machine"
+            errors.add(key, rule, "compare its values on a cluster, with weft launch --vary")
+        elif key.startswith("launch.") and ".".join(key.split(".")[:2]) not in LAUNCH_TRIAL_KEYS:
+            rule = "cannot be compared, because the steps of a trial do not depend on it"
+            errors.add(key, rule, f"set it for all trials, with --{key} VALUE")
     if len(recipes) * prod(len(values) for _, values in vary) < 2 and not errors:
         remedy = "name another recipe, or --vary section.key=VALUE,VALUE"
         errors.add("RECIPE", "is the only variant", remedy)
     variants: list[Variant] = []
+    invalid: list[ConfigError] = []
     names = _short_names(recipes)
     keys = _short_key_names(varied)
     for recipe, name in zip(recipes, names, strict=True):
@@ -154,10 +185,12 @@ def read_variants(
             try:
                 plan = read(recipe, [*overrides, *own])
                 variants.append(Variant(label, recipe, plan.job, plan))
-            except InvalidConfig as invalid:
-                variants.append(Variant(label, recipe, job, None, tuple(invalid.errors)))
-    if variants and all(variant.plan is None for variant in variants):
-        errors += [error for variant in variants for error in variant.errors]
+            except InvalidConfig as error:
+                invalid += error.errors
+                reasons = tuple(map(str, error.errors))
+                variants.append(Variant(label, recipe, job, None, reasons))
+    if launches or not any(variant.is_valid for variant in variants):
+        errors += invalid
     if errors:
         raise InvalidConfig({str(error): error for error in errors}.values())
     return variants
