@@ -275,6 +275,7 @@ class Proxy:
 
         class Quiet(http.server.ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # with 5, some of many connections wait a second for a repeat
 
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # the client has disconnected
