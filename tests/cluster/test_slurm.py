@@ -19,7 +19,7 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "-"),
-    pytest.mark.timeout(500, method="signal"),  # so that fixtures tidy up
+    pytest.mark.timeout(1200, method="signal"),  # so that fixtures tidy up
 ]
 
 

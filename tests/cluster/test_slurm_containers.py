@@ -18,7 +18,7 @@ MISSING = slurm.missing() or auto_resume.missing()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "-"),
-    pytest.mark.timeout(500, method="signal"),  # so that fixtures tidy up
+    pytest.mark.timeout(1200, method="signal"),  # so that fixtures tidy up
 ]
 SETUP = "echo setup: $GREETING $PLACE $SECRET $(ls -d /opt/*)"
 
