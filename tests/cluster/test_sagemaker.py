@@ -239,7 +239,6 @@ KEY_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "fsx without a VPC": ({"mounts": f"/fsx={FSX}"}, "requires subnets and security_groups"),
     "efs": ({"mounts": "/efs=efs:fs-01234567"} | VPC, "must be efs:fs-ID:/, or efs:fs-ID:/DIR"),
     "claim": ({"mounts": "/fsx=pvc:fsx"}, "is not a source that sagemaker mounts. Use fsx:fs-ID"),
-    "secret": ({"secrets": "HF_TOKEN=hf_abcdef"}, "is not a reference, and a secret itself would"),
     "secret of a shell": (
         {"secrets": "HF_TOKEN=env:HF_TOKEN"},
         "is a reference that sagemaker cannot read. Use secretsmanager:ID",

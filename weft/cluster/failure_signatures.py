@@ -165,11 +165,7 @@ def explain_failure_logs(texts: Iterable[str], facts: Facts) -> list[str]:
     for text in texts:
         for signature in find_signatures(text, facts):
             found.setdefault(signature.name, signature)
-    return [
-        line
-        for signature in found.values()
-        for line in (
-            f"known accident ({signature.name}): {signature.cause}",
-            f"  -> {signature.remedy}",
-        )
-    ]
+    lines: list[str] = []
+    for name, signature in found.items():
+        lines += [f"known accident ({name}): {signature.cause}", f"  -> {signature.remedy}"]
+    return lines

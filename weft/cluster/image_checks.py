@@ -85,8 +85,11 @@ def collect_image(environment: Mapping[str, str]) -> Image:
         temporary = tempfile.gettempdir()
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     existing = next(path for path in (cache, *cache.parents) if path.exists())
+    # Without an import of torch, which may fail.
+    versions = {(each.metadata["Name"] or ""): each.version for each in distributions()}
+    nccl = [number for name, number in versions.items() if name.startswith("nvidia-nccl-cu")]
     return Image(
-        nccl=find_nccl(),
+        nccl=next(iter(nccl), ""),
         plugin=plugin,
         unresolved=find_unresolved(run_tool("ldd", plugin)) if plugin else (),
         cuda_runtime=find_library(CUDA_RUNTIME, environment),
@@ -103,14 +106,6 @@ def collect_image(environment: Mapping[str, str]) -> Image:
         home=str(cache) if os.access(existing, os.W_OK) else "",
         mount_points=tuple(path for path in MOUNT_POINTS if Path(path).is_dir()),
     )
-
-
-def find_nccl() -> str:
-    """Return the version of NVIDIA's package of NCCL, without importing torch."""
-    for distribution in distributions():
-        if (distribution.metadata["Name"] or "").startswith("nvidia-nccl-cu"):
-            return distribution.version
-    return ""
 
 
 def find_library(name: str, environment: Mapping[str, str]) -> str:

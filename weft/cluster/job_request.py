@@ -119,9 +119,6 @@ class Cluster(Protocol):
     def find_errors(self, request: JobRequest) -> list[ConfigError]:
         """Return the configuration errors of a request."""
 
-    def find_warnings(self, request: JobRequest) -> Iterator[str]:
-        """Yield what the user should know before the submission."""
-
     def render(self, request: JobRequest) -> str:
         """Return the script or manifest."""
 

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
+from weft.cluster import kubernetes, slurm
 from weft.cluster.job_placement import find_local_modules, find_unused_keys
 from weft.cluster.job_request import JobRequest
-from weft.cluster.submit import get_cluster
 from weft.config.errors import InvalidConfig
 from weft.config.mounts import find_mount
 from weft.config.storage import is_bucket_url
@@ -25,6 +25,8 @@ LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", 
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100
 LOST_SECONDS = 600  # of a job: a few minutes each to start and to save before the limit
+# Warnings about what only one kind of cluster has.
+CLUSTER_WARNINGS = {"slurm": slurm.find_warnings, "kubernetes": kubernetes.find_warnings}
 # How a run continues after the time limit.  SkyPilot has none.
 WITH_TIME_LIMIT = {
     "slurm": "Slurm requeues it.",
@@ -45,7 +47,8 @@ def _find_all(on: str, request: JobRequest) -> list[str]:
     warnings += find_separate_preparation(on, request)
     warnings += find_short_limit(on, request)
     warnings += find_missing_webhook(on, request, os.environ)
-    return [*warnings, *get_cluster(on).find_warnings(request)]
+    find_own = CLUSTER_WARNINGS.get(on)
+    return [*warnings, *(find_own(request) if find_own else ())]
 
 
 def find_missing_webhook(

@@ -187,8 +187,9 @@ def _restart_until_end(
         watch = watch_network(plan.run_path, plan.local_world_size, rendezvous.log)
         with watch if is_multi_node else nullcontext():
             result = run_once(spec, rendezvous)
-        if result is None:
-            return get_remote_failure(rendezvous)
+        if result is None:  # another node has ended the run
+            remote = rendezvous.get_failure()
+            return Failure(**(remote | {"log": Path(remote["log"])})) if remote else None
         if not result.is_failed():
             rendezvous.end_run(None)
             return None
@@ -263,12 +264,6 @@ def run_once(spec: WorkerSpec, rendezvous: RendezvousHandler) -> RunResult | Non
             if not rendezvous.is_multi_node:
                 raise
             # A node left during the rendezvous: try again.
-
-
-def get_remote_failure(rendezvous: RendezvousHandler) -> Failure | None:
-    """Return the failure with which another node ended the run; None if it succeeded."""
-    failure = rendezvous.get_failure()
-    return None if failure is None else Failure(**(failure | {"log": Path(failure["log"])}))
 
 
 def record_failure(

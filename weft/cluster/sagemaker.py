@@ -121,11 +121,6 @@ def _check_network(request: JobRequest) -> ConfigErrors:
     return errors
 
 
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield no warnings."""
-    return iter(())
-
-
 # --------------------------------------------------------------------------- the request
 
 

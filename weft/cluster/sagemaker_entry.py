@@ -193,12 +193,6 @@ def to_toml(value: object) -> str:
     return json.dumps(value)
 
 
-def take_program(pairs: Overrides) -> tuple[list[str], Overrides]:
-    """Return the command of weft, and the hyperparameters without it."""
-    program = next((value for key, value in pairs if key == "program"), "train")
-    return program.split(), [pair for pair in pairs if pair[0] != "program"]
-
-
 def take_recipe(pairs: Overrides, container: Container) -> tuple[str, Overrides]:
     """Return the recipe, and the other hyperparameters as overrides.
 
@@ -382,7 +376,8 @@ def main() -> None:
         pairs = parse_arguments(arguments) if arguments else read_hyperparameters(container.base)
         mounts, table = decode_mounts(environment), read_optional_text(Path("/proc/self/mountinfo"))
         link_mounts(mounts, container.channels, table, Path("/")).raise_any()
-        program, pairs = take_program(pairs)
+        program = next((value for key, value in pairs if key == "program"), "train").split()
+        pairs = [pair for pair in pairs if pair[0] != "program"]
         trains = program == ["train"]
         make_arguments = train_arguments if trains else prepare_arguments
         arguments, job = make_arguments(pairs, container)

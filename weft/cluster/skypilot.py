@@ -79,11 +79,6 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
-def find_warnings(request: JobRequest) -> Iterator[str]:
-    """Yield no warnings."""
-    return iter(())
-
-
 def render(request: JobRequest) -> str:
     """Return the task."""
     job, recipe, placement = request.job, standalone_recipe(request), request.placement

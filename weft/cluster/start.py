@@ -114,7 +114,9 @@ def start_training(base: Job, plan: Plan, recipe: str, console: Console, force: 
 def train_node(base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Do what `start_training` does, but post no events."""
     job, run_dir = plan.job, plan.run_path
-    handle_stop_signals()  # until there are ranks that can save
+    stop_requested.clear()
+    for number in STOP_SIGNALS:  # until there are ranks that can save
+        signal.signal(number, handle_stop_signal)
 
     def is_healthy() -> bool:
         # Every node prints its own findings.
@@ -211,13 +213,6 @@ def check_start(
             source = open_source(plan, force)
     errors.raise_any()
     return prediction, warning, source
-
-
-def handle_stop_signals() -> None:
-    """Handle all stop signals with `handle_stop_signal`."""
-    stop_requested.clear()
-    for number in STOP_SIGNALS:
-        signal.signal(number, handle_stop_signal)
 
 
 def handle_stop_signal(number: int, frame: object) -> NoReturn:
