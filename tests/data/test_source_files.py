@@ -154,7 +154,7 @@ def test_check_path_each_mistake_of_a_url_is_reported(tmp_path: Path) -> None:
         (url, "holds files of other formats: a.txt, b.txt"),
         (f"{url}/*.parquet", "holds no files"),
         ("nothing://x", "Protocol not known"),
-        (put(f"memory://{uuid.uuid4().hex}", {"a.bin": b"xx"}), "puts the tokens into a bucket"),
+        (put(f"memory://{uuid.uuid4().hex}", {"a.bin": b"xx"}), "which weft reads from a disk"),
     ):
         [error] = check_path(position)
         assert error.key == "data.path"
