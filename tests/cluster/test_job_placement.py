@@ -304,6 +304,48 @@ def test_value_that_kubernetes_would_refuse_is_refused(tmp_path: Path) -> None:
     assert "- n7\n" in text
 
 
+@pytest.mark.parametrize("on", ["kubernetes", "sagemaker", "skypilot"])
+def test_instance_type_with_too_few_gpus_is_refused(on: str) -> None:
+    launch = KEYS[on] | {"instance_type": "ml.g5.12xlarge"}
+    if on == "sagemaker":
+        launch |= {"instance_type": "ml.p5.48xlarge+ml.g5.12xlarge"}
+    text = format_errors(get_cluster(on).find_errors(request(IMAGE, launch=launch, devices=8)))
+    assert 'launch.instance_type="ml.g5.12xlarge" has 4 GPUs, and run.cluster=1x8xH100' in text
+    fits = format_errors(get_cluster(on).find_errors(request(IMAGE, launch=launch, devices=4)))
+    assert "launch.instance_type" not in fits
+
+
+def test_pod_larger_than_its_instance_type_is_refused() -> None:
+    for key, value in (("cpus", "192"), ("memory", "4096"), ("network", "efa:64")):
+        launch = {"instance_type": "p5.48xlarge", key: value}
+        assert launch_errors("kubernetes", **launch).startswith(f"launch.{key}=")
+    fitting = {"instance_type": "p5.48xlarge", "cpus": "190", "network": "efa:32"}
+    assert launch_errors("kubernetes", **fitting) == ""
+
+
+def test_pod_with_some_gpus_of_a_node_gets_its_share() -> None:
+    launch = KEYS["kubernetes"] | {"instance_type": "p5.48xlarge", "network": "tcp"}
+    sizes = [
+        kubernetes._resources(request(IMAGE, launch=launch, devices=n))["limits"] for n in (8, 2)
+    ]
+    assert sizes == [
+        {"cpu": "183", "memory": "1844Gi", "nvidia.com/gpu": "8"},
+        {"cpu": "45", "memory": "461Gi", "nvidia.com/gpu": "2"},
+    ]
+
+
+def test_reserved_instances_are_no_spot_instances() -> None:
+    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/x"
+    assert "launch.reservation" in launch_errors("sagemaker", reservation=plan, spot="true")
+    assert launch_errors("sagemaker", reservation=plan) == ""
+
+
+def test_region_of_skypilot_needs_a_cloud_or_the_form_of_aws() -> None:
+    assert 'launch.region="gcp" must be a region of AWS' in launch_errors("skypilot", region="gcp")
+    for region in ("us-east-1", "us-gov-west-1", "gcp/us-central1"):
+        assert "launch.region" not in launch_errors("skypilot", region=region)
+
+
 def test_node_name_with_a_blank_is_refused_on_slurm() -> None:
     assert "launch.exclude" in launch_errors("slurm", exclude="n 1")
     assert launch_errors("slurm", exclude="n[1-3],@file") == ""

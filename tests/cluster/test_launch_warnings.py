@@ -1,4 +1,4 @@
-"""Warnings of `weft launch` about a run that takes longer than a job."""
+"""Warnings of `weft launch`: a run longer than its job, missing variables, other devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.cluster.requests import request
 from weft.cluster.launch_warnings import (
     LOST_SECONDS,
     count_submissions,
+    find_missing_variables,
     find_missing_webhook,
+    find_other_devices,
     find_short_limit,
 )
 from weft.cluster.submit import build_request
@@ -67,3 +69,61 @@ def test_webhook_whose_variable_the_job_does_not_get_is_warned_of() -> None:
     assert not [*find_missing_webhook("kubernetes", request(), {})]
     given = request(webhook, launch={"secrets": "HOOK=k8s-secret:slack/url"})
     assert not [*find_missing_webhook("kubernetes", given, {})]
+
+
+SHELL = {
+    "HF_TOKEN": "a",
+    "WANDB_API_KEY": "b",
+    "AWS_ENDPOINT_URL": "http://ceph:7480",
+    "AWS_ACCESS_KEY_ID": "c",
+    "AWS_SECRET_ACCESS_KEY": "d",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "names"),
+    [
+        ("model.path", "org/name", "HF_TOKEN"),
+        ("data.path", "hf://org/name", "HF_TOKEN"),
+        ("monitor.trackers", "wandb", "WANDB_API_KEY"),
+        ("data.path", "s3://web/a", "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"),
+        ("checkpoint.dir", "s3://runs/a", "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_variable_of_the_shell_that_the_job_needs_is_warned_of(
+    key: str, value: str, names: str
+) -> None:
+    job = request((key, value))
+    (text,) = find_missing_variables("kubernetes", job, SHELL)
+    assert text.startswith(f"the job does not get {names}")
+    assert not [*find_missing_variables("slurm", job, SHELL)]  # which gives it the environment
+    assert not [*find_missing_variables("kubernetes", job, {})]
+    assert not [*find_missing_variables("kubernetes", request(), SHELL)]
+    given = {name: f"k8s-secret:a/{name}" for name in SHELL if name != "AWS_ENDPOINT_URL"}
+    secrets = ",".join(f"{name}={text}" for name, text in given.items())
+    launch = {"env": "AWS_ENDPOINT_URL=http://ceph:7480", "secrets": secrets}
+    assert not [*find_missing_variables("kubernetes", request((key, value), launch=launch), SHELL)]
+
+
+def test_keys_without_an_endpoint_are_not_warned_of() -> None:
+    """The nodes have a role of their own at Amazon."""
+    shell = {name: text for name, text in SHELL.items() if "ENDPOINT" not in name}
+    assert not [*find_missing_variables("kubernetes", request(("data.path", "s3://web/a")), shell)]
+
+
+@pytest.mark.parametrize("on", ["slurm", "skypilot"])
+def test_secret_of_a_variable_that_the_shell_lacks_is_warned_of(on: str) -> None:
+    job = request(launch={"secrets": "HF_TOKEN=env:HF_TOKEN"})
+    (text,) = find_missing_variables(on, job, {})
+    assert "this shell has no variable HF_TOKEN" in text
+    assert not [*find_missing_variables(on, job, SHELL)]
+
+
+def test_instance_type_with_other_gpus_is_warned_of() -> None:
+    job = request(launch={"instance_type": "g5.48xlarge"}, devices=8)
+    (text,) = find_other_devices("kubernetes", job)
+    assert text.startswith("launch.instance_type=g5.48xlarge has 8 A10G, but run.cluster=1x8xH100")
+    assert "Use --run.cluster 1x8xA10G" in text
+    assert not [*find_other_devices("slurm", job)]  # which does not use the key
+    same = request(launch={"instance_type": "p5.48xlarge"}, devices=8)
+    assert not [*find_other_devices("kubernetes", same)]

@@ -172,7 +172,12 @@ RULES: dict[str, dict[str, Rule]] = {
         )
     },
     "region": {
-        "sagemaker": Rule("[a-z]{2,}(-[a-z]+)+-[0-9]+", "must be a region", "use us-east-1")
+        "skypilot": Rule(
+            "[a-z]+/[a-z0-9-]+|[a-z]{2,}(-[a-z]+)+-[0-9]+",
+            "must be a region of AWS, or CLOUD/REGION",
+            "use us-east-1, or gcp/us-central1",
+        ),
+        "sagemaker": Rule("[a-z]{2,}(-[a-z]+)+-[0-9]+", "must be a region", "use us-east-1"),
     },
     "reservation": {
         "sagemaker": Rule(

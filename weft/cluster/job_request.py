@@ -19,6 +19,7 @@ from weft.cluster.job_placement import RUNS, Placement, make_placement, merge_do
 from weft.config.errors import ConfigError, ConfigErrors, WeftError
 from weft.config.reader import recipe_names
 from weft.config.schema import Job, flatten
+from weft.plan.instance_types import find_instance_type
 from weft.plan.plan import Machine, Plan
 from weft.train.secrets import REFERENCES_VARIABLE, encode_references
 
@@ -178,6 +179,19 @@ def check_fixed_nodes(request: JobRequest, rule: str) -> list[ConfigError]:
     if minimum == maximum:
         return []
     return [ConfigError("run.nodes", f"{minimum}:{maximum}", rule, f"use {maximum}")]
+
+
+def check_instance_types(request: JobRequest) -> ConfigErrors:
+    """Check that the nodes of ``launch.instance_type`` have enough GPUs."""
+    errors = ConfigErrors(request.job)
+    for name in request.job.launch.instance_type.split("+"):
+        instance = find_instance_type(name)
+        if instance is not None and 0 < instance.gpus < request.devices:
+            rule = f"has {instance.gpus} GPUs, and run.cluster={request.job.run.cluster} needs "
+            rule += f"{request.devices} per node"
+            remedy = "use another instance type, or another run.cluster"
+            errors.add("launch.instance_type", rule, remedy, value=name)
+    return errors
 
 
 def check_name(request: JobRequest, location: str) -> ConfigErrors:

@@ -28,6 +28,7 @@ from weft.cluster.job_request import (
     JobRequest,
     build_script,
     check_duration,
+    check_instance_types,
     check_name,
     format_command,
     render_manifest,
@@ -64,7 +65,8 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
     errors = check_placement("kubernetes", request.job, [])
-    errors += check_duration(launch.time_limit)
+    errors += check_duration(launch.time_limit) + check_instance_types(request)
+    errors += _check_size(request)
     if request.trains and request.node_run_dir.startswith("/runs/"):
         errors += check_name(request, f"{request.node_run_dir} in the pods")
         if request.placement.find_mount("/runs") is None:
@@ -97,6 +99,27 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     return errors
 
 
+def _check_size(request: JobRequest) -> ConfigErrors:
+    """Check that a node of ``launch.instance_type`` can have the pod."""
+    launch, errors = request.job.launch, ConfigErrors(request.job)
+    instance = find_instance_type(launch.instance_type)
+    if instance is None:
+        return errors
+    for key, limit, noun in (
+        ("cpus", instance.cpus, "cores"),
+        ("memory", instance.memory_gib, "GiB"),
+    ):
+        text = str(getattr(launch, key))
+        if text.replace(".", "", 1).isdigit() and float(text) >= limit:
+            rule = f"is not less than the {limit} {noun} of {launch.instance_type}, of which "
+            rule += "Kubernetes itself needs some: no node could have the pod"
+            errors.add(f"launch.{key}", rule, f"use at most {limit - max(2, limit // 20)}")
+    if (count := launch.network.removeprefix("efa:")).isdigit() and int(count) > instance.efa:
+        rule = f"is more than the {instance.efa} EFA devices of {launch.instance_type}"
+        errors.add("launch.network", rule, f"use efa:{instance.efa}")
+    return errors
+
+
 def find_warnings(request: JobRequest) -> Iterator[str]:
     """Yield a warning if the pods are of a low QoS class."""
     missing = [
@@ -104,11 +127,13 @@ def find_warnings(request: JobRequest) -> Iterator[str]:
         for name, amount in zip(("cpus", "memory"), _node_size(request), strict=True)
         if not amount
     ]
+    remedy = "Set launch.instance_type, or give nearly all cores and GiB of a node."
+    if type_name := request.job.launch.instance_type:
+        remedy = f"weft does not know the size of {type_name}: give nearly all cores and GiB of it."
     if missing:
         yield (
             f"{' and '.join(missing)} are not given, so the pods are not of the QoS class "
-            "Guaranteed, and Kubernetes evicts them first if a node lacks memory. Set "
-            "launch.instance_type, or give nearly all cores and GiB of a node."
+            f"Guaranteed, and Kubernetes evicts them first if a node lacks memory. {remedy}"
         )
 
 
@@ -229,15 +254,17 @@ def _resources(request: JobRequest) -> dict[str, Any]:
 def _node_size(request: JobRequest) -> tuple[str, str]:
     """Return cores and GiB of a pod; empty: unknown.
 
-    By default nearly the whole node: the rest is for the system and the pods of daemons.
+    By default nearly the whole node: the rest is for the system and the pods of daemons.  A pod
+    with some of the GPUs of a node gets its share.
     """
     launch = request.job.launch
     instance = find_instance_type(launch.instance_type)
-    cpus, gib = (instance.cpus, instance.memory_gib) if instance else (0, 0)
-    is_whole = request.devices > 0  # a CPU job may share its nodes
-    default_cpus = str(cpus - max(2, cpus // 20)) if cpus and is_whole else ""
-    default_gib = str(gib - max(8, gib // 10)) if gib and is_whole else ""
-    return str(launch.cpus) or default_cpus, str(launch.memory) or default_gib
+    cpus = gib = 0
+    if instance and request.devices:  # a CPU job may share its nodes
+        share = request.devices / instance.gpus if instance.gpus else 1.0
+        cpus = int((instance.cpus - max(2, instance.cpus // 20)) * share)
+        gib = int((instance.memory_gib - max(8, instance.memory_gib // 10)) * share)
+    return str(launch.cpus or cpus or ""), str(launch.memory or gib or "")
 
 
 # --------------------------------------------------------------------------- checking

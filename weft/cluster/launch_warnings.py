@@ -6,16 +6,21 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from weft.cluster import kubernetes, slurm
-from weft.cluster.job_placement import find_local_modules, find_unused_keys
+from weft.cluster.job_placement import SUPPORTED, find_local_modules, find_unused_keys
 from weft.cluster.job_request import JobRequest
 from weft.config.errors import InvalidConfig
 from weft.config.mounts import find_mount
+from weft.config.schema import flatten
 from weft.config.storage import is_bucket_url
 from weft.data.prepare import cache_dir
 from weft.data.source import HUB_SCHEME, detect_source
 from weft.data.token_store import is_store
+from weft.plan.devices import parse_cluster
+from weft.plan.instance_types import find_instance_type, has_device
+from weft.plan.model_config import HUB_NAME
 
 # Of text, by weft's own tokenizer of 16,000 tokens, with the first reading: processor time.
 PREPARE_BYTES_PER_SECOND = 2.9e6
@@ -24,6 +29,7 @@ ASSUMED_CORES = 32  # of a node, if launch.cpus does not say
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
 # A lost node's local checkpoints are lost, too; more than so many local intervals give a warning.
 MAX_LOST_INTERVALS = 100
+ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")  # of MinIO, Ceph and others
 LOST_SECONDS = 600  # of a job: a few minutes each to start and to save before the limit
 # Warnings about what only one kind of cluster has.
 CLUSTER_WARNINGS = {"slurm": slurm.find_warnings, "kubernetes": kubernetes.find_warnings}
@@ -45,8 +51,10 @@ def _find_all(on: str, request: JobRequest) -> list[str]:
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
     warnings += find_local_modules(on, request.job)
     warnings += find_separate_preparation(on, request)
+    warnings += find_other_devices(on, request)
     warnings += find_short_limit(on, request)
     warnings += find_missing_webhook(on, request, os.environ)
+    warnings += find_missing_variables(on, request, os.environ)
     find_own = CLUSTER_WARNINGS.get(on)
     return [*warnings, *(find_own(request) if find_own else ())]
 
@@ -70,6 +78,79 @@ def find_missing_webhook(
             "unless launch.setup or the image sets it. Give it by launch.secrets, such as "
             f"{name}=secretsmanager:ID."
         )
+
+
+def find_missing_variables(
+    on: str, request: JobRequest, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield warnings about variables that the job needs and does not get.
+
+    Args:
+        on: the name of the cluster.
+        request: the request.
+        environment: variables of this process, which Slurm gives to the job.
+    """
+    launch = request.job.launch
+    for name, variable in request.placement.references("env").items():
+        if not environment.get(variable):
+            yield (
+                f"launch.secrets.{name}=env:{variable}: this shell has no variable {variable}, so "
+                "the job could not start. Set it in the shell that submits."
+            )
+    if on == "slurm":
+        return
+    given = {*launch.env, *launch.secrets}
+    paths = [
+        path
+        for key, value in flatten(request.job).items()
+        if not key.startswith("launch.")
+        for path in (value if isinstance(value, list | dict) else (value,))
+        if isinstance(path, str)
+    ]
+    uses_hub = any(path.startswith(HUB_SCHEME) for path in paths)
+    model = request.job.model.path
+    uses_hub |= HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
+    # Without an endpoint of its own the shell uses Amazon's, where the nodes may have a role.
+    has_endpoint = any(map(environment.get, ENDPOINTS))
+    needs = (
+        (uses_hub, ("HF_TOKEN",), "a gated or private model or dataset could not be read"),
+        (
+            "wandb" in request.job.monitor.trackers,
+            ("WANDB_API_KEY",),
+            "Weights & Biases would refuse the run",
+        ),
+        (
+            has_endpoint and any(is_bucket_url(path) for path in paths),
+            (*ENDPOINTS, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+            "the nodes would look for the buckets at Amazon",
+        ),
+    )
+    for is_needed, names, consequence in needs:
+        missing = [name for name in names if environment.get(name) and name not in given]
+        if is_needed and missing:
+            yield (
+                f"the job does not get {', '.join(missing)} of this shell, so {consequence}, "
+                "unless launch.setup or the image sets them. Give secrets by launch.secrets, and "
+                "others by launch.env, such as --launch.env NAME=VALUE."
+            )
+
+
+def find_other_devices(on: str, request: JobRequest) -> Iterator[str]:
+    """Yield a warning for each instance type with other GPUs than ``run.cluster``."""
+    run, names = request.job.run, request.job.launch.instance_type.split("+")
+    if "instance_type" not in SUPPORTED[on].split() or not request.devices:
+        return
+    device = parse_cluster(run.cluster).device_name
+    for name in names:
+        instance = find_instance_type(name)
+        if instance is not None and not has_device(instance, device):
+            gpu = instance.gpu.replace(" ", "-")
+            yield (
+                f"launch.instance_type={name} has {instance.gpus} {instance.gpu}, but "
+                f"run.cluster={run.cluster} is what weft has planned, so memory, time and layout "
+                f"may be wrong. Use --run.cluster {request.nodes[1]}x{request.devices}x{gpu}, or "
+                "another instance type."
+            )
 
 
 def find_short_limit(on: str, request: JobRequest) -> Iterator[str]:

@@ -27,6 +27,7 @@ from weft.cluster.job_request import (
     build_script,
     check_duration,
     check_fixed_nodes,
+    check_instance_types,
     check_name,
     standalone_recipe,
     warn_unchecked,
@@ -81,7 +82,7 @@ def find_errors(request: JobRequest) -> ConfigErrors:
 
 def _check_instances(request: JobRequest) -> ConfigErrors:
     """Check the instance types, also against those that the API knows."""
-    launch, errors = request.job.launch, ConfigErrors(request.job)
+    launch, errors = request.job.launch, check_instance_types(request)
     types, key = launch.instance_type.split("+"), "launch.instance_type"
     with suppress(ImportError):  # `check` warns
         for name in types:
@@ -93,6 +94,9 @@ def _check_instances(request: JobRequest) -> ConfigErrors:
                 errors.add(key, "is not an instance type of training jobs", remedy, value=name)
     if len(set(types)) < len(types):
         errors.add(key, "names a type twice", f"use {'+'.join(dict.fromkeys(types))}")
+    if launch.reservation and launch.spot:
+        rule = "is for instances that are reserved, so they are not spot instances"
+        errors.add("launch.reservation", rule, "remove it, or use launch.spot=false")
     if len(types) > 1 and launch.spot:
         rule = "must be a single type with spot nodes: SageMaker chooses only on-demand instances"
         errors.add(key, rule, f"use {types[0]}, or launch.spot=false")

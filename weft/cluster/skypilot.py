@@ -25,6 +25,7 @@ from weft.cluster.job_request import (
     build_script,
     check_duration,
     check_fixed_nodes,
+    check_instance_types,
     check_name,
     format_command,
     render_manifest,
@@ -62,7 +63,7 @@ def find_errors(request: JobRequest) -> ConfigErrors:
     """Return the configuration errors of a request."""
     launch = request.job.launch
     errors = check_placement("skypilot", request.job, ["bucket"])
-    errors += check_duration(launch.time_limit)
+    errors += check_duration(launch.time_limit) + check_instance_types(request)
     errors += check_name(request, f"{launch.bucket or 's3://BUCKET'}/{request.name}")
     errors += check_fixed_nodes(request, "is a range, but SkyPilot starts a fixed number of nodes")
     for name, reference in request.placement.references("env").items():

@@ -19,6 +19,8 @@ class InstanceType:
     protocol: str = ""
     cpus: int = 0
     memory_gib: int = 0
+    gpus: int = 0
+    gpu: str = ""
 
     @property
     def bandwidth(self) -> float:
@@ -39,3 +41,14 @@ def find_instance_type(name: str) -> InstanceType | None:
     ``name`` may have SageMaker's prefix: ml.p5.48xlarge.
     """
     return load_instance_types().get(name.removeprefix("ml."))
+
+
+# Devices of `weft.plan.devices` that are named after their servers.
+SERVERS = {"p4d": "A100 40GB", "p4de": "A100 80GB"}
+
+
+def has_device(instance: InstanceType, name: str) -> bool:
+    """Return True if an instance type has devices of a name, as far as the names say."""
+    words, known = SERVERS.get(name, name).split(), instance.gpu.split()
+    sizes = [{word for word in each if word.endswith("GB")} for each in (words, known)]
+    return not known or (words[0] == known[0] and (not all(sizes) or sizes[0] == sizes[1]))
