@@ -304,6 +304,44 @@ def test_value_that_kubernetes_would_refuse_is_refused(tmp_path: Path) -> None:
     assert "- n7\n" in text
 
 
+def test_channel_of_s3_is_a_directory_and_not_every_name_with_its_prefix() -> None:
+    for path, uri in (
+        ("s3://abc/web", "s3://abc/web/"),
+        ("s3://abc/web/", "s3://abc/web/"),
+        ("s3://abc/web-v1.5", "s3://abc/web-v1.5/"),
+        ("s3://abc/chats.jsonl.zst", "s3://abc/chats.jsonl.zst"),
+    ):
+        launch = KEYS["sagemaker"] | {"mounts": "/models=s3://abc/models"}
+        body = json.loads(sagemaker.render(request(IMAGE, ("data.path", path), launch=launch)))
+        channels = {
+            each["ChannelName"]: each["DataSource"]["S3DataSource"]["S3Uri"]
+            for each in body["InputDataConfig"]
+        }
+        assert channels == {"training": uri, "models": "s3://abc/models/"}
+
+
+@pytest.mark.parametrize("on", CLUSTERS)
+def test_mistyped_template_of_this_machine_is_refused(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("right.jinja").write_text("x")
+    wrong = request(("data.chat_template", "wrong.jinja"), ("data.tokenizer", "t/tokenizer.json"))
+    errors = check_job_paths(on, wrong.job)
+    assert [error.key for error in errors] == ["data.tokenizer", "data.chat_template"]
+    assert {error.rule for error in errors} == {"does not exist on this machine"}
+    assert check_job_paths(on, request(("data.chat_template", "chatml")).job) == []
+    assert check_job_paths("slurm", request(("data.chat_template", "right.jinja")).job) == []
+
+
+@pytest.mark.parametrize("on", ["kubernetes", "sagemaker", "skypilot"])
+def test_image_that_is_no_reference_is_refused(on: str) -> None:
+    for image in ("https://registry.io/weft:1", "my image:1", "docker:registry.io/weft:1"):
+        keys = KEYS[on] | {"image": image}
+        text = format_errors(get_cluster(on).find_errors(request(launch=keys)))
+        assert f'launch.image="{image}" must be REGISTRY/NAME:TAG' in text
+
+
 @pytest.mark.parametrize("on", ["kubernetes", "sagemaker", "skypilot"])
 def test_instance_type_with_too_few_gpus_is_refused(on: str) -> None:
     launch = KEYS[on] | {"instance_type": "ml.g5.12xlarge"}

@@ -13,6 +13,7 @@ from weft.cluster.launch_warnings import (
     count_submissions,
     find_missing_variables,
     find_missing_webhook,
+    find_moving_image,
     find_other_devices,
     find_short_limit,
 )
@@ -127,3 +128,11 @@ def test_instance_type_with_other_gpus_is_warned_of() -> None:
     assert not [*find_other_devices("slurm", job)]  # which does not use the key
     same = request(launch={"instance_type": "p5.48xlarge"}, devices=8)
     assert not [*find_other_devices("kubernetes", same)]
+
+
+def test_image_without_a_tag_is_warned_of() -> None:
+    for image in ("weft", "registry:5000/weft", "registry/weft:latest", "nvcr.io#a/weft"):
+        (text,) = find_moving_image(request(launch={"image": image}).job.launch)
+        assert text.startswith(f"launch.image={image} has no tag of its own")
+    for image in ("auto", "registry/weft:1", "weft@sha256:0a", "/fsx/weft.sqsh", "weft.sif"):
+        assert not [*find_moving_image(request(launch={"image": image}).job.launch)]

@@ -180,6 +180,9 @@ def test_job_resume_submits_an_ended_job_again(
     calls = fake_tool(tmp_path, monkeypatch, "sbatch", "echo 8")
     assert job("resume", str(run_dir)) == 2
     assert "has an active job 7: running on n1" in capsys.readouterr().err
+    (tmp_path / "state").write_text("JobState=COMPLETED ExitCode=0:0 NodeList=n1 Reason=None")
+    assert job("resume", str(run_dir)) == 2
+    assert "has a job that has completed, 7: there is nothing to resume" in capsys.readouterr().err
     (tmp_path / "state").write_text("JobState=TIMEOUT ExitCode=75:0 NodeList=n1 Reason=None")
     assert job("resume", str(run_dir)) == 0
     assert "submitted slurm job 8" in capsys.readouterr().out

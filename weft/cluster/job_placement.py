@@ -138,7 +138,11 @@ LABEL = "([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9
 OBJECT = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 OBJECT_WORDS = "must be a name of Kubernetes: a to z, digits, '-' and '.'"
 # By key, and the cluster; "": every cluster.
+IMAGE = Rule(
+    r"(?!https?://|docker:)\S+", "must be REGISTRY/NAME:TAG", "use registry.example.com/weft:1"
+)
 RULES: dict[str, dict[str, Rule]] = {
+    "image": {"kubernetes": IMAGE, "sagemaker": IMAGE, "skypilot": IMAGE},
     "network": {"": Rule("auto|tcp|efa:[0-9]+", "must be auto, tcp or efa:COUNT", "use efa:32")},
     "bucket": {
         "": Rule(
@@ -456,6 +460,7 @@ def read_excluded(placement: Placement) -> list[str]:
 
 # Keys of small files, which weft uploads.
 UPLOADED_KEYS = ("data.tokenizer", "data.chat_template")
+FILE_SUFFIXES = (".json", ".jinja", ".jinja2", ".j2", ".model", ".txt")  # of such files
 
 
 def find_uploads(on: str, job: Job, name: str) -> tuple[dict[str, str], dict[str, Path]]:
@@ -491,6 +496,12 @@ def check_job_paths(on: str, job: Job) -> ConfigErrors:
     the Hub, of presets, or of the working directory in the image.
     """
     placement, errors = make_placement(job.launch), ConfigErrors(job)
+    for key, path in find_paths(job):
+        file = expand_path(path)
+        is_file = key in UPLOADED_KEYS and path.endswith(FILE_SUFFIXES)
+        if is_file and not file.is_absolute() and not file.exists():
+            rule, remedy = "does not exist on this machine", "give the path of the file"
+            errors.add(key, rule, remedy, value=path)
     if on == "slurm" and job.launch.image == "auto":
         return errors  # the nodes share the file system of this host
     for key, path in find_paths(job):

@@ -13,7 +13,7 @@ from weft.cluster.job_placement import SUPPORTED, find_local_modules, find_unuse
 from weft.cluster.job_request import JobRequest
 from weft.config.errors import InvalidConfig
 from weft.config.mounts import find_mount
-from weft.config.schema import flatten
+from weft.config.schema import LaunchSection, flatten
 from weft.config.storage import is_bucket_url
 from weft.data.prepare import cache_dir
 from weft.data.source import HUB_SCHEME, detect_source
@@ -51,6 +51,7 @@ def _find_all(on: str, request: JobRequest) -> list[str]:
     warnings = [*find_unused_keys(on, request.job.launch), *find_warnings(request)]
     warnings += find_local_modules(on, request.job)
     warnings += find_separate_preparation(on, request)
+    warnings += find_moving_image(request.job.launch)
     warnings += find_other_devices(on, request)
     warnings += find_short_limit(on, request)
     warnings += find_missing_webhook(on, request, os.environ)
@@ -133,6 +134,18 @@ def find_missing_variables(
                 "unless launch.setup or the image sets them. Give secrets by launch.secrets, and "
                 "others by launch.env, such as --launch.env NAME=VALUE."
             )
+
+
+def find_moving_image(launch: LaunchSection) -> Iterator[str]:
+    """Yield a warning if the name of the image may mean another image later."""
+    image = launch.image
+    is_file = image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh"))
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if image != "auto" and not is_file and "@" not in image and tag in ("", "latest"):
+        yield (
+            f"launch.image={image} has no tag of its own, so a node that starts later may get "
+            "another image than the others. Use a tag that you never move, or a digest."
+        )
 
 
 def find_other_devices(on: str, request: JobRequest) -> Iterator[str]:

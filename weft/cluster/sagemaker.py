@@ -219,9 +219,13 @@ def _channels(request: JobRequest) -> list[dict[str, Any]]:
     if standalone_recipe(request) is not None:
         sources.append(("recipe", f"{_s3_prefix(request)}/recipe/", "File"))
     if data := s3_data(request.job):
-        sources.append(("training", data, "FastFile"))
+        # Without the slash, s3://bucket/web is also the prefix of s3://bucket/web-old.
+        is_file = re.search(r"[.](jsonl?|gz|zst|parquet|arrow|txt)$", data)
+        sources.append(("training", data if is_file else f"{data.rstrip('/')}/", "FastFile"))
     mounts = request.placement.mounts
-    sources += [(m.name, f"s3://{m.source}", "FastFile") for m in mounts if m.kind == "s3"]
+    sources += [
+        (m.name, f"s3://{m.source.rstrip('/')}/", "FastFile") for m in mounts if m.kind == "s3"
+    ]
     channels = []
     for name, uri, mode in sources:
         source = {"S3DataType": "S3Prefix", "S3Uri": uri}

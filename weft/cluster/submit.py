@@ -411,6 +411,9 @@ class SubmittedJob:
         rule = remedy = ""
         if is_active(status := module.status(self.id)):
             rule, remedy = f"has an active job {self.id}: {status}", "wait, or run weft job cancel"
+        elif re.fullmatch("(ended: )?(complete|completed|succeeded)(:.*)?", status.lower()):
+            rule = f"has a job that has completed, {self.id}: there is nothing to resume"
+            remedy = "to train longer, use weft launch with more train.steps"
         elif not path.is_file():
             rule, remedy = f"has no {path.name} to submit again", "use weft launch"
         if rule:
