@@ -324,7 +324,7 @@ def flops_of(trace: RankTrace) -> float:
     return sum(
         times * repeats * call.flops
         for segment, times in trace.count_segments().items()
-        for calls, repeats in trace.extrapolation.segment_calls(segment)
+        for calls, repeats, _ in trace.extrapolation.segment_calls(segment)
         for call in calls
     )
 

@@ -14,6 +14,10 @@ operator by operator.
 
 *Documents.*  Their ids have values, on the host: documents of `DOCUMENT_TOKENS`.
 
+*Exposed collectives.*  FSDP's gather overlaps with the matmuls between its start and its use, and
+its reduction with those between its start and what waits for it: the next reduction, or the end of
+the backward pass.  Without any, its bytes are exposed.
+
 *Host waits.*  An operator that would read a value of a fake tensor fails.  Those that PyTorch
 allows are counted, as are blocking copies between host and device, and waits for events, streams
 and the device.  Left out: the sizes of the
@@ -29,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -70,6 +74,9 @@ HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "
 FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
 FUSED_SCATTERS = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
 DOCUMENT_TOKENS = 3000
+FSDP_GATHERS = ("_allgather_base_", "allgather_")
+FSDP_REDUCTIONS = ("_reduce_scatter_base_", "allreduce_")
+END_OF_BACKWARD = "FSDP::root_post_backward_callback"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -99,6 +106,7 @@ class Step:
     float8_casts: Counter[str] = field(default_factory=Counter)  # eager and compiled
     collectives: Counter[str] = field(default_factory=Counter)  # by kind and axis
     megabytes: Counter[str] = field(default_factory=Counter)  # of collectives, unsharded
+    exposed_megabytes: Counter[str] = field(default_factory=Counter)  # of FSDP's collectives
     prefetched: int = 0  # FSDP's gathers that a matmul overlaps
     fsdp_gathers: int = 0
     host_copies: Counter[str] = field(default_factory=Counter)  # by direction
@@ -124,6 +132,20 @@ def line_of_weft() -> str:
     return f"{frames[-1].filename.removeprefix(PACKAGE)}: {frames[-1].line}"
 
 
+class Pending(NamedTuple):
+    """A collective of FSDP that has started.
+
+    Attributes:
+        key: its kind and axis.
+        megabytes: unsharded.
+        matmuls: number of matmuls before its start.
+    """
+
+    key: str
+    megabytes: float
+    matmuls: int
+
+
 class StepCounter(TorchDispatchMode):
     """Count operators while it is active."""
 
@@ -136,7 +158,9 @@ class StepCounter(TorchDispatchMode):
         self.depth = 0  # of running captured graphs
         self.is_compiling = False  # inductor's passes run operators
         self.in_optimizer = False
-        self.matmuls_at_gathers: deque[int] = deque()  # of FSDP, whose result is not yet used
+        self.gathers: deque[Pending] = deque()  # of FSDP, whose result is not yet used
+        self.reductions: list[Pending] = []  # of FSDP, for which nothing has waited yet
+        self.marks: list[str] = []  # names of the profiler's running marks
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -168,13 +192,19 @@ class StepCounter(TorchDispatchMode):
             step.eager_operators += 1
         step.optimizer_operators += self.in_optimizer
         tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
-        self._count_prefetch(name)
+        self._count_overlap(name, args, out)
         if func.namespace in COLLECTIVE_NAMESPACES:
             if (kind := COLLECTIVES.get(name)) is not None:
                 key = f"{kind} {self.axes.get(find_group_name(args), 'all ranks')}"
                 step.collectives[key] += 1
                 size = max((t.numel() * t.element_size() for t in tensors), default=0)
                 step.megabytes.update({key: size / 1e6})  # type: ignore[dict-item]
+                if name in FSDP_GATHERS:
+                    step.fsdp_gathers += 1
+                    self.gathers.append(Pending(key, size / 1e6, step.matmuls.total()))
+                elif name in FSDP_REDUCTIONS:
+                    self.wait_for_reductions(key)
+                    self.reductions.append(Pending(key, size / 1e6, step.matmuls.total()))
         elif name in MATMULS:
             is_float8 = "Float8" in type(tensors[0]).__name__ or "scaled" in name
             dtype = "float8" if is_float8 else str(tensors[0].dtype).removeprefix("torch.")
@@ -193,14 +223,27 @@ class StepCounter(TorchDispatchMode):
                 if True not in (kwargs.get("non_blocking"), *args[2:]):
                     step.host_waits[line_of_weft()] += 1
 
-    def _count_prefetch(self, name: str) -> None:
-        """Count the gathers of FSDP with a matmul between their start and their use."""
-        num_matmuls = self.step.matmuls.total()
-        if name in ("_allgather_base_", "allgather_"):
-            self.step.fsdp_gathers += 1
-            self.matmuls_at_gathers.append(num_matmuls)
-        elif name == "split_with_sizes_copy" and self.matmuls_at_gathers:
-            self.step.prefetched += self.matmuls_at_gathers.popleft() < num_matmuls
+    def _count_overlap(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        """Count collectives of FSDP that end before a matmul runs, and gathers that do not."""
+        if name == "split_with_sizes_copy" and self.gathers:
+            gather = self.gathers.popleft()
+            self._add_exposed(gather)
+            self.step.prefetched += gather.matmuls < self.step.matmuls.total()
+        elif name == "_record_function_enter_new":
+            self.marks.append(args[0])
+        elif name == "_record_function_exit" and self.marks.pop() == END_OF_BACKWARD:
+            self.wait_for_reductions()
+
+    def wait_for_reductions(self, key: str = "") -> None:
+        """Wait for the reductions of FSDP, or for those of a kind and axis."""
+        for reduction in [r for r in self.reductions if r.key == (key or r.key)]:
+            self.reductions.remove(reduction)
+            self._add_exposed(reduction)
+
+    def _add_exposed(self, pending: Pending) -> None:
+        if pending.matmuls == self.step.matmuls.total():
+            exposed: Any = {pending.key: pending.megabytes}
+            self.step.exposed_megabytes.update(exposed)
 
 
 class GraphCounter:
@@ -400,6 +443,7 @@ def count_step(plan: Plan) -> Step:
         ]
         with counter:
             loss = built.train_step.forward_backward(batches)
+            counter.wait_for_reductions()
             result = reduce_result(loss, *compute_grad_norm(params, built.pp_group))
             counter.in_optimizer = True
             is_bad = ~result.loss_and_norm.isfinite().all()

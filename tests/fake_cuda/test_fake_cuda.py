@@ -140,6 +140,29 @@ def test_float8_experts_wait_for_nothing(recipe: str, cluster: str) -> None:
     assert counts["matmuls"]["float8"] == 2 * 2 * 3 * 4
 
 
+ONE_ROOT = """
+from dataclasses import replace
+from weft.parallel import apply
+parallelize = apply.parallelize_model
+def parallelize_model(model, plan, mesh, family):
+    parallelize(model, plan, mesh, replace(family, fsdp_units=None))
+apply.parallelize_model = parallelize_model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "num_ends"), [("", 1), (ONE_ROOT, 2)], ids=["units", "one root"])
+def test_head_is_gathered_and_reduced_beside_blocks(fault: str, num_ends: int) -> None:
+    """Exposed are the embedding, block 0 at both ends of a microbatch, and backward's first."""
+    counts = count("llama3-8b", "model.num_layers=2", fault=fault)
+    microbatches, table, block = counts["microbatches"], 128256 * 4096 / 1e6, 218.112
+    exposed = counts["exposed_megabytes"]
+    gathered = 2 * (num_ends * table + 2 * microbatches * block)
+    reduced = 4 * microbatches * (num_ends * table + block)
+    assert exposed["all_gather dp_shard"] == pytest.approx(gathered, abs=1)
+    assert exposed["reduce_scatter dp_shard"] == pytest.approx(reduced, abs=1)
+
+
 # Fails where the host would read a number of rows: all such places handle fake tensors.
 READ_ROWS = """
 import sys

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from weft.config.schema import ParallelSection
-from weft.models.decoder import Decoder, blocks
+from weft.models.decoder import Decoder, blocks, fsdp_units
 from weft.models.decoder_config import DecoderConfig
 from weft.parallel.data_parallel import apply_fsdp, set_gradient_sync
 
@@ -31,7 +31,7 @@ CONFIG = DecoderConfig(
     max_seq_len=16,
     rope_scaling="none",
 )
-UNITS = 4  # three blocks and the root
+UNITS = 5  # the embedding, three blocks, the head with its norm
 ROWS, TOKENS = 16, 12
 AXES = ("dp_replicate", "dp_shard")
 PERSIST = {
@@ -105,6 +105,7 @@ def build(layout: Layout, mesh: DeviceMesh | None = None, model: Decoder | None 
         reduce_dtype=torch.float32,
         reshard_after_forward=layout.reshard_after_forward,
         node_size=layout.node_size,
+        units=fsdp_units(model),
     )
     return model
 

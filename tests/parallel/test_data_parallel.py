@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.harness import run_ranks
@@ -33,6 +33,7 @@ from tests.parallel.sharded import (
 from weft.config.schema import ParallelSection
 from weft.models.decoder import Decoder
 from weft.parallel.data_parallel import apply_fsdp, reshard, set_gradient_sync
+from weft.parallel.private import iter_fsdp_units
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +151,15 @@ def test_apply_fsdp_gradients_equal_one_process(name: str, one_rank: dict[str, A
 
 # --------------------------------------------------------------------------- collectives
 
-BLOCKS = UNITS - 1
+BLOCKS, OTHERS = CONFIG.num_layers, UNITS - CONFIG.num_layers
 COUNTS = [
-    # All-gathers, reduce-scatters, all-reduces.  The root is gathered once.
+    # All-gathers, reduce-scatters, all-reduces.  Embedding and head are gathered once.
     ("never, step", UNITS, UNITS, UNITS),
     ("never, microbatch", UNITS, M * UNITS, UNITS),
-    ("always, microbatch", 2 * M * BLOCKS + 1, M * UNITS, UNITS),
-    ("always, microbatch, persist", 2 * M * BLOCKS + 1, M * UNITS, UNITS),
-    ("always, step", 2 * M * BLOCKS + 1, UNITS, UNITS),
+    ("always, microbatch", 2 * M * BLOCKS + OTHERS, M * UNITS, UNITS),
+    # Small parameters of the blocks give the root parameters.
+    ("always, microbatch, persist", 2 * M * BLOCKS + OTHERS + 1, M * (UNITS + 1), UNITS + 1),
+    ("always, step", 2 * M * BLOCKS + OTHERS, UNITS, UNITS),
 ]
 
 
@@ -187,11 +189,11 @@ def test_apply_fsdp_two_hops_stay_in_the_group_until_the_last_microbatch() -> No
 def test_apply_fsdp_backward_gathers_among_fewer_ranks() -> None:
     collectives = result("to 2, one microbatch")[3]["seen"]
     gathers = [ranks for kind, ranks, *_ in collectives if kind == "allgather"]
-    # Forward gathers root and blocks, backward gathers blocks.
+    # Forward gathers all units, backward gathers blocks.
     assert gathers == [(0, 1, 2, 3)] * UNITS + [(2, 3)] * BLOCKS
 
 
-def test_apply_fsdp_small_parameters_are_gathered_with_the_root() -> None:
+def test_apply_fsdp_small_parameters_of_blocks_are_gathered_with_the_root() -> None:
     sizes = [
         [numel for kind, _, numel, _ in result(name)[0]["seen"] if kind == "allgather"]
         for name in (
@@ -201,14 +203,19 @@ def test_apply_fsdp_small_parameters_are_gathered_with_the_root() -> None:
         )
     ]
     gain = CONFIG.dim // 2  # elements of a norm weight on each of two ranks
-    (root, *rest), nothing, (root_with_gains, *others_without) = sizes
-    assert nothing == [root, *rest]
-    assert root_with_gains == root + 2 * BLOCKS * gain  # two norms per block
-    assert others_without == [size - 2 * gain for size in rest]
+    one, nothing, (root, *others) = sizes
+    assert nothing == one
+    assert root == 2 * BLOCKS * gain  # two norms per block; without them it has no parameters
+    assert len(others) == len(one) == 2 * BLOCKS + OTHERS
+    lost = [a - b for a, b in zip(one, others, strict=True)]
+    assert sorted(lost) == [0] * OTHERS + [2 * gain] * 2 * BLOCKS
 
 
 def order(depth: int) -> str:
-    """Return the order of a step: g gathers, f forwards, r reduces; a number is the block."""
+    """Return the order of a step: g gathers, f forwards, r reduces.
+
+    A number is the block, e the embedding, h the head with its norm.
+    """
     model = build(Layout(microbatches=1, keys={"fsdp_prefetch": depth}))
 
     def mark(name: str, *_: Any) -> None:
@@ -217,24 +224,27 @@ def order(depth: int) -> str:
 
     for name, block in model.layers.items():
         block.self_attn.register_forward_pre_hook(partial(mark, name))
+    model.lm_head.register_forward_pre_hook(partial(mark, "h"))
     with torch.profiler.profile() as profile:
         step(model, Layout(microbatches=1))
-    letters = {"FSDP::all_gather": "g", "FSDP::post_backward_reduce": "r", "f0": "f0"}
+    letters = {"FSDP::all_gather": "g", "FSDP::post_backward_reduce": "r", "fh": "fh"}
     letters |= {f"f{i}": f"f{i}" for i in range(BLOCKS)}
+    units = {"": "", "embed_tokens": "e", "norm, lm_head": "h"}
+    units |= {f"layers.{i}": str(i) for i in range(BLOCKS)}
     results = []
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         what, _, unit = event.name.partition(" ")
         if what in letters:
-            results.append(letters[what] + unit.strip("()").removeprefix("layers."))
+            results.append(letters[what] + units[unit.strip("()")])
     return " ".join(results)
 
 
 @pytest.mark.parametrize(
     ("depth", "expected"),
     [
-        (0, "g g0 f0 g1 f1 g2 f2  g2 r2 g1 r1 g0 r0 r"),
-        (1, "g g0 g1 f0 g2 f1 f2  g2 g1 r2 g0 r1 r0 r"),
-        (2, "g g0 g1 g2 f0 f1 f2  g2 g1 g0 r2 r1 r0 r"),
+        (0, "ge g0 f0 g1 f1 g2 f2 gh fh  rh g2 r2 g1 r1 g0 r0 re"),
+        (1, "ge g0 g1 f0 g2 f1 gh f2 fh  g2 rh g1 r2 g0 r1 r0 re"),
+        (2, "ge g0 g1 g2 f0 gh f1 f2 fh  g2 g1 rh g0 r2 r1 r0 re"),
     ],
 )
 def test_apply_fsdp_prefetch_gathers_that_many_blocks_ahead(depth: int, expected: str) -> None:
@@ -390,9 +400,10 @@ def offload_policies() -> list[tuple[bool, bool]]:
     """Return, per unit, whether it offloads and whether it pins memory."""
     model = build(Layout(keys={"cpu_offload": True}))
     policies = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            policy = module._get_fsdp_state()._fsdp_param_group.offload_policy  # type: ignore[union-attr]
+    for unit in iter_fsdp_units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        if group is not None:  # the root has no parameters
+            policy = group.offload_policy
             policies.append((isinstance(policy, CPUOffloadPolicy), policy.pin_memory))  # type: ignore[attr-defined]
     return policies
 

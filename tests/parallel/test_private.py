@@ -346,13 +346,7 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
     plan = plan_here(job)
     built = build(plan, this_rank())
     counts = counted_step(built, job, plan)[0]
-    # FSDP units are blocks, and the root of a stage with the embedding or the head.
-    names = [name.split(".") for part in built.model_parts for name, _ in part.named_parameters()]
-    units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})
-    if len(plan.pipeline.stages) == 4 and schedule.startswith("ZBV"):  # type: ignore[union-attr]
-        units += (
-            1 - built.mesh.coordinates["pp"]
-        )  # the first rank has two roots: embedding and head
+    units = sum(len(plan.family.fsdp_units(part)) for part in built.model_parts)
     # One more all-reduce over replicas counts the tokens of the step.
     return counts["reduce_scatter dp_shard"], counts["all_reduce dp_replicate"] - 1, units
 

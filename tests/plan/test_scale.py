@@ -194,8 +194,8 @@ def check_weight(recipe: str, plan: Plan, name: str, param: torch.Tensor) -> Non
 def counts_of_units(plan: Plan, pp: int, interval: int = 1) -> Counter[str]:
     """Count the units of a pipeline rank.
 
-    ``again`` counts recomputed blocks: the first of each ``interval`` in a stage.  ``roots``
-    counts stages with the embedding or the head.
+    ``again`` counts recomputed blocks: the first of each ``interval`` in a stage.  ``ends`` counts
+    what FSDP gathers beside them: embedding and head, or a tied embedding with the norm.
     """
     last = plan.model.num_layers + 1
     if plan.pipeline is None:
@@ -207,7 +207,7 @@ def counts_of_units(plan: Plan, pp: int, interval: int = 1) -> Counter[str]:
         ends = (0 in units) + (last in units)
         result.update(blocks=len(units) - ends, embed=0 in units, head=last in units)
         result.update(again=-(-(len(units) - ends) // interval))
-        result.update(roots=ends > 0)
+        result.update(ends=min(ends, 1) if plan.model.tied_embeddings else ends)
     return result
 
 
@@ -220,13 +220,8 @@ def count_regathers(schedule: Any, plan: Plan, pp: int) -> int:
     kind = [(action.computation_type.name, action.stage_index) for action in order]
     freed = Counter(stage for name, stage in kind if name == "UNSHARD")
     assert all(times == 1 for times in freed.values()) or len(freed) > 3
-    last = plan.model.num_layers + 1
-    regathers = 0
-    for stage, times in freed.items():
-        units = plan.pipeline.stages[stage].units if plan.pipeline else range(0)
-        ends = (0 in units) + (last in units)
-        regathers += (times - 1) * (len(units) - ends + (ends > 0))
-    return regathers
+    stages = plan.pipeline.stages if plan.pipeline else ()
+    return sum((times - 1) * len(stages[stage].units) for stage, times in freed.items())
 
 
 def expected_in_training(plan: Plan, pp: int, regathers: int, interval: int) -> dict[str, int]:
@@ -236,15 +231,16 @@ def expected_in_training(plan: Plan, pp: int, regathers: int, interval: int) -> 
     parallelism recompute the first of each ``interval`` blocks.
     """
     holds, microbatches = counts_of_units(plan, pp, interval), plan.num_microbatches
-    blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
+    blocks, ends = holds["blocks"], holds["ends"]
+    units = blocks + ends
     per_step = microbatches if plan.gradient_sync == "microbatch" else 1
     counts: Counter[str] = Counter()
     # The number of target tokens is summed over all data-parallel ranks.
     counts.update({"all_reduce dp_shard": 1, "all_reduce dp_replicate": 1})
-    # FSDP gathers for forward and for backward, unless weights stay gathered, as the root does.
+    # FSDP gathers for forward and for backward, unless weights stay gathered, as at both ends.
     # Gradients are reduce-scattered over shards, then all-reduced over replicas.
     gathers = 2 * microbatches if plan.reshard_after_forward else 1
-    counts["all_gather dp_shard"] = blocks * gathers + holds["roots"] + regathers
+    counts["all_gather dp_shard"] = blocks * gathers + ends + regathers
     counts["reduce_scatter dp_shard"] = units * per_step
     counts["all_reduce dp_replicate"] += units
     # Tensor parallel: before and after attention and feed-forward, after the embedding, before the

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from weft.estimate.op_recorder import OUTSIDE_BLOCKS, BlockIndex, Event, OpCall, OpLocation, OpTrace
@@ -36,6 +36,7 @@ ACTIONS = ("F", "B", "I", "W")
 BUFFER = "buffer"  # instead of an action: allocated per microbatch before the first one
 AFTER_ACTIONS = ("clip", "optimizer", "end")
 REVERSED_KINDS = ("B", "I")  # run the blocks from last to first
+REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 Segment = tuple[int, str, int]  # stage, kind, count
 INITIAL: Segment = (0, "kept", 0)
@@ -157,20 +158,28 @@ class Extrapolation:
                 ordinals_by_kind.setdefault(kind, []).append(ordinal)
         return ordinals_by_kind
 
-    def segment_calls(self, segment: Segment) -> Iterator[tuple[list[OpCall], int]]:
-        """Yield groups of a segment's calls, with their number of repetitions.
+    def segment_calls(self, segment: Segment) -> Iterator[tuple[list[OpCall], int, bool]]:
+        """Yield groups of a segment's calls, with repetitions, and True for those of blocks.
+
+        Reductions that are in flight when backward begins its first block are in the group of that
+        block, which overlaps with them.
 
         Args:
             segment: with a target stage and a recorded ordinal.
         """
         stage, kind, ordinal = segment
         source_segment = (self._source_stages[stage], kind, ordinal) if kind in ACTIONS else segment
+        events = self._segments.get(source_segment, [])
+        first_block = next((e.location.block for e in events if e.location.is_in_block), None)
+        in_flight = _find_in_flight(events) if kind in REVERSED_KINDS and first_block else set()
         groups: dict[tuple[BlockIndex | None, bool], list[OpCall]] = defaultdict(list)
-        for event in self._segments.get(source_segment, []):
+        for event in events:
             if event.call is not None:
                 block = event.location.block
                 if block == (source_segment[0], OUTSIDE_BLOCKS) and kind in ACTIONS:
                     block = None
+                if block is None and id(event) in in_flight:
+                    block = first_block
                 groups[block, id(event) in self._end_events].append(event.call)
         for (block, is_end), calls in groups.items():
             target_stages = self._stages_of_block(block, segment)
@@ -179,7 +188,7 @@ class Extrapolation:
                 for stage_index in target_stages
             )
             if times:
-                yield calls, times
+                yield calls, times, block is not None
 
     def count_copies(self, storage: int) -> int:
         """Return the number of blocks' storages that a recorded storage stands for."""
@@ -505,6 +514,17 @@ class Extrapolation:
             for target_stage in stages
             for target_ordinal in ordinals
         ]
+
+
+def _find_in_flight(events: Sequence[Event]) -> set[int]:
+    """Return the ids of reductions between the last product before a block, and that block."""
+    in_flight: set[int] = set()
+    for event in takewhile(lambda event: not event.location.is_in_block, events):
+        if event.call is not None and event.call.flops:
+            in_flight.clear()
+        elif event.call is not None and event.call.name in REDUCTIONS:
+            in_flight.add(id(event))
+    return in_flight
 
 
 def _is_in_action(event: Event) -> bool:

@@ -280,7 +280,7 @@ def communication_by_axis(
     """Return the communication of a rank by mesh axis."""
     totals: dict[str, tuple[int, int]] = {}
     for segment, times in trace.count_segments().items():
-        for calls, repeats in trace.extrapolation.segment_calls(segment):
+        for calls, repeats, _ in trace.extrapolation.segment_calls(segment):
             for call in calls:
                 if call.group:
                     axis = trace.comm_groups[call.group].axis

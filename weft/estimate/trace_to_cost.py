@@ -152,8 +152,8 @@ class TracePricer:
     def price_segment(self, segment: Segment) -> WorkList:
         """Return the works of a segment."""
         return tuple(
-            (replace(self._work(calls), chunks=self._chunks(calls)), times)
-            for calls, times in self.trace.extrapolation.segment_calls(segment)
+            (replace(self._work(calls, in_block), chunks=self._chunks(calls)), times)
+            for calls, times, in_block in self.trace.extrapolation.segment_calls(segment)
         )
 
     def _chunks(self, calls: Sequence[OpCall]) -> tuple[Work, ...]:
@@ -166,7 +166,8 @@ class TracePricer:
         bounds = [0, *ends, len(calls)] if ends else []
         return tuple(self._work(calls[a:b]) for a, b in itertools.pairwise(bounds))
 
-    def _work(self, calls: Iterable[OpCall]) -> Work:
+    def _work(self, calls: Iterable[OpCall], in_block: bool = True) -> Work:
+        """Return the work of calls; FSDP overlaps its collectives with those of a block."""
         matmuls, attention, collectives = [], [], []
         traffic = kernels = 0.0
         for call in calls:
@@ -185,7 +186,8 @@ class TracePricer:
                     hidden = op._replace(times=op.times - exposed, overlap="prefetch")
                     collectives += [op._replace(times=exposed), *([hidden] if hidden.times else [])]
                 elif op is not None:
-                    collectives.append(op)
+                    is_exposed = op.overlap == "prefetch" and not in_block
+                    collectives.append(op._replace(overlap="exposed") if is_exposed else op)
         return Work(tuple(matmuls), tuple(attention), traffic, kernels, tuple(collectives))
 
     def _collective(self, call: OpCall) -> Collective | None:
@@ -234,7 +236,7 @@ class TracePricer:
         """Return the work of clipping and the optimizer, for all blocks."""
         total = Work()
         for kind in ("clip", "optimizer"):
-            for all_calls, times in self.trace.extrapolation.segment_calls((0, kind, 0)):
+            for all_calls, times, _ in self.trace.extrapolation.segment_calls((0, kind, 0)):
                 calls = [call for call in all_calls if call.name not in STATE_INIT_OPS]
                 traffic = self._list_traffic(calls) / times
                 work = replace(self._work(calls), traffic_bytes=traffic)

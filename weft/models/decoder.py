@@ -239,8 +239,7 @@ class Decoder(nn.Module):
             return normed_BTD
         if config.tied_embeddings:
             assert self.embed_tokens is not None
-            # Reads the weight outside its module's forward.  Under fully_shard the embedding must
-            # therefore be in the root's group.
+            # Reads the weight outside its module's forward: see `fsdp_units`.
             if (rows := getattr(self.embed_tokens, "lora_rows", None)) is None:
                 logits_BTV = F.linear(normed_BTD, output_weight(self.embed_tokens))
             else:  # without a copy of the table
@@ -380,6 +379,24 @@ def has_weight_decay(name: str) -> bool:
 def blocks(model: Decoder) -> list[nn.Module]:
     """Return the blocks in order: units of sharding, checkpointing and compilation."""
     return list(model.layers.values())
+
+
+def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
+    """Return the modules that FSDP gathers together, in the order of their use.
+
+    The norm begins the head, and `enable_fused_loss` reads the output weight after it.  A tied
+    embedding is in no unit, because both ends of the forward pass read it.
+    """
+    units: list[list[nn.Module]] = [[block] for block in model.layers.values()]
+    if model.config.tied_embeddings:
+        return units
+    if model.norm is not None:  # before the layers of multi-token prediction, which read its output
+        index = sum(not block.is_mtp for (block,) in cast(Any, units))
+        head = model.score if model.config.score_head else model.lm_head
+        units.insert(index, [model.norm, head])
+    if model.embed_tokens is not None:
+        units.insert(0, [model.embed_tokens])
+    return units
 
 
 def enable_fused_loss(model: Decoder) -> Callable[[], Tensor]:

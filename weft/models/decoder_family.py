@@ -48,6 +48,7 @@ FAMILY = Family(
     build=build,
     check=check,
     blocks=decoder.blocks,
+    fsdp_units=decoder.fsdp_units,
     get_init=decoder.get_init,
     has_weight_decay=decoder.has_weight_decay,
     num_params=costs.num_params,

@@ -100,6 +100,10 @@ class Family:
         tied_parameter: name of the parameter that the first and the last unit share if the
             configuration has ``tied_embeddings`` or ``mtp_layers``.  ``prune_to_stage`` keeps it
             for both; pipeline parallelism of such models.
+        fsdp_units: module -> lists of modules that FSDP gathers together, in the order of their
+            use: each block, and others.  The forward of the first of a list begins its use, so no
+            other module of the model may read its parameters before.  Without this entry, what is
+            outside of blocks is gathered together at the start of the forward pass.
         enable_fused_loss: module -> callable that returns the last product's weight ``[V, D]``.
             The module then returns that product's input ``[B, T, D]``, and the loss never
             builds all logits.
@@ -130,6 +134,7 @@ class Family:
     unit_costs: Callable[[Any, int], list[UnitCost]] | None = None
     prune_to_stage: Callable[[Any, range], None] | None = None
     tied_parameter: str | None = None
+    fsdp_units: Callable[[Any], list[list[nn.Module]]] | None = None
     enable_fused_loss: Callable[[Any], Callable[[], Tensor]] | None = None
     set_embedding_noise: Callable[[Any, Callable[[Tensor], Tensor]], None] | None = None
     layer_kind: Callable[[Any, int], object] | None = None

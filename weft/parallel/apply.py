@@ -157,6 +157,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             node_size=plan.shard_ranks_per_node,
             experts=[layer.experts for layer in moe_layers],
             expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "edp"],
+            units=None if family.fsdp_units is None else family.fsdp_units(model),
         )
     elif plan.compute_dtype != "float32":
         # As in FSDP's gathers, one scale per tensor applies to weights in float32.

@@ -4,7 +4,12 @@ Parameters, gradients and AdamW's two moments take 16 bytes per parameter in flo
 per rank does not fit into memory; fully sharded, each layer travels over the network at every use.
 Three options choose between these extremes.  FSDP2's `fully_shard` does the work: it gathers a
 *unit* of parameters before its use and reduce-scatters its gradients after.  Each block is a unit,
-and the root is the unit of all other parameters.
+and so are the embedding, and the head with the norm before it.  The root is the unit of all other
+parameters: a tied embedding, for example, which both ends of the forward pass read.
+
+So the head is gathered behind the last block, and its gradient is reduced behind backward of the
+blocks.  Exposed are only the gather of the embedding and of the first block, and at the end of
+backward the reduction of the embedding's gradient.
 
 1. ``reshard_after_forward``: when FSDP frees gathered parameters.
 2. ``gradient_sync``: reduce gradients after every microbatch, or accumulate them unsharded on
@@ -36,7 +41,7 @@ This module does not choose the group sizes: `weft.plan.resolve` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,6 +60,7 @@ from weft.parallel.private import (
     allow_integer_params,
     allow_reshard_of_dtensors,
     is_fsdp_unit,
+    iter_fsdp_units,
     move_fsdp_hooks,
     replace_all_reduce,
     use_reshard_mesh,
@@ -80,8 +86,9 @@ def apply_fsdp(
     sums_in_order: bool = False,
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
+    units: Sequence[Sequence[nn.Module]] | None = None,
 ) -> None:
-    """Shard ``model`` in place: one FSDP unit per block, and the root.
+    """Shard ``model`` in place: FSDP units of ``units``, and the root.
 
     Collective: every rank of the world makes the same calls, because they create process groups.
 
@@ -94,13 +101,15 @@ def apply_fsdp(
             ``cpu_offload``, ``symmetric_memory`` and ``hierarchical_gather``.
         compute_dtype: dtype of gathered parameters, and so of forward and backward.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
-        reshard_after_forward: applies to the blocks.  A number: ranks that share one copy; of
+        reshard_after_forward: applies to the blocks; other units stay gathered.  A number: ranks that share one copy; of
             ``experts`` on an ``expert_mesh``, the ranks of those that have the same experts.
         node_size: consecutive ranks of a shard group on one node; None: all, or a varying number.
             Used by ``hierarchical_gather`` only.
         sums_in_order: reduce the gradients of each backward pass as `OrderedSum` does.
         experts: modules of ``blocks`` whose parameters are stacks of matrices.
         expert_mesh: like ``mesh``, makes each of ``experts`` a unit; None: part of its block.
+        units: modules that are gathered together, in the order of their use, with the blocks among
+            them: see `weft.models.family.Family`.  None: the blocks.
 
     Raises:
         ValueError: if ``reshard_after_forward`` or ``node_size`` does not divide the shard group,
@@ -115,6 +124,9 @@ def apply_fsdp(
     expert_params = {param for module in expert_units for param in module.parameters()}
     block_params = {p for block in blocks for p in block.parameters() if p.numel() >= threshold}
     block_params |= expert_params
+    units = [[block] for block in blocks] if units is None else units
+    other_units = [list(unit) for unit in units if unit[0] not in blocks]
+    other_params = {p for module in chain(*other_units) for p in module.parameters()}
     reshard_blocks, reshard_mesh = _build_reshard(shard_mesh, reshard_after_forward)
     reshard_experts, expert_reshard_mesh = reshard_blocks, reshard_mesh
     if expert_mesh is not None:
@@ -122,12 +134,19 @@ def apply_fsdp(
             _shard_mesh(expert_mesh), reshard_blocks, shard_mesh.size()
         )
     with allow_integer_params(), use_reshard_mesh(reshard_mesh):
-        # The root unit has all parameters that no block has.  Both ends of the forward pass (the
-        # embedding and the head) need it, so it stays gathered.  Parameters that are too small to
-        # be worth a gather join it: the blocks that use them need no hooks for them, and
-        # activation checkpointing needs no special case.
+        # The root unit has all parameters that no other unit has, and stays gathered.  Parameters
+        # that are too small to be worth a gather join it: the blocks that use them need no hooks
+        # for them, and activation checkpointing needs no special case.
         options["mesh"] = _drop_trivial_replicas(mesh)
-        fully_shard(model, reshard_after_forward=False, ignored_params=block_params, **options)
+        ignored = block_params | other_params
+        fully_shard(model, reshard_after_forward=False, ignored_params=ignored, **options)
+        for unit in other_units:
+            # These stay gathered, too.  The head is needed again at once, by its backward; and a
+            # second gather of the embedding, in each microbatch, would be exposed.
+            fully_shard(unit, reshard_after_forward=False, **options)
+            # FSDP waits for the forward of all modules of a unit, but the fused loss calls no
+            # head.  The first module's forward begins the use, and its backward ends it.
+            move_fsdp_hooks(unit[0], unit[0])
         # When FSDP reshards over some of the ranks, it shards dim 0 only.
         any_dim = isinstance(reshard_blocks, bool)
         choose_dim = _choose_shard_dim(shard_mesh.size()) if any_dim and experts else None
@@ -152,11 +171,12 @@ def apply_fsdp(
                 move_fsdp_hooks(module, block)
 
     _set_communication(model, shard_mesh, parallel, node_size, sums_in_order)
-    for unit in _fsdp_modules(model):
+    always_gathered = {model, *chain(*other_units)}
+    for unit in iter_fsdp_units(model):
         reshard_unit = reshard_experts if unit in expert_units else reshard_blocks
-        unit.keeps_unsharded = unit is model or reshard_unit is False
-    units_by_block = [[block, *_submodules_in(block, expert_units)] for block in blocks]
-    _set_prefetch(model, units_by_block, parallel.fsdp_prefetch)
+        unit.keeps_unsharded = unit in always_gathered or reshard_unit is False
+    prefetched = [[unit[0], *_submodules_in(unit[0], expert_units)] for unit in units]
+    _set_prefetch(model, prefetched, parallel.fsdp_prefetch, always_gathered)
 
 
 def _set_communication(
@@ -174,7 +194,7 @@ def _set_communication(
         from weft.parallel.hierarchical_gather import HierarchicalAllGather
 
         gather = HierarchicalAllGather(shard_mesh, node_size)
-    for unit in _fsdp_modules(model):
+    for unit in iter_fsdp_units(model):
         # A divide factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -247,10 +267,6 @@ def _drop_trivial_replicas(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.size(0) > 1 else _shard_mesh(mesh)
 
 
-def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if is_fsdp_unit(module))
-
-
 def check_divides(name: str, number: int, degree: int) -> None:
     """Raise ValueError if ``number`` does not divide a shard group of ``degree``."""
     if degree % number:
@@ -276,25 +292,27 @@ def _build_reshard(
     return ranks, create_mesh(mesh.device_type, grid, ("copies", "shards"), {})
 
 
-def _set_prefetch(root: Any, blocks: list[list[Any]], depth: int) -> None:
-    """Prefetch ``depth`` blocks ahead.
+def _set_prefetch(root: Any, units: list[list[Any]], depth: int, always_gathered: set[Any]) -> None:
+    """Prefetch ``depth`` units ahead.
 
     By default, FSDP prefetches one unit in backward, and in forward gathers a unit when it is
     called.  On an accelerator this overlaps too, as long as the host runs ahead of the device.  An
     explicit list issues the gather before the kernels of the unit in front, so that a slow host
     does not delay the gather.
 
-    ``blocks`` are in the order of their use, each followed by the units inside it.
+    ``units`` are in the order of their use, each followed by the units inside it.  Backward gathers
+    only those that are not in ``always_gathered``.
     """
-    for i, (unit, *inner_units) in enumerate([[root], *blocks]):
-        unit.set_modules_to_forward_prefetch([*inner_units, *chain(*blocks[i : i + depth])])
-    blocks = blocks[::-1]
-    for i, (unit, *inner_units) in enumerate([[root], *blocks]):
+    for i, (unit, *inner_units) in enumerate([[root], *units]):
+        unit.set_modules_to_forward_prefetch([*inner_units, *chain(*units[i : i + depth])])
+    before: list[list[Any]] = []  # the nearest first
+    for unit, *inner_units in [*units, [root]]:
         # An empty list would mean the default.  The unit itself is gathered already: a no-op.
-        prefetched = list(chain(*blocks[i : i + depth])) or [unit]
-        unit.set_modules_to_backward_prefetch(prefetched)
+        unit.set_modules_to_backward_prefetch(list(chain(*before[:depth])) or [unit])
         for inner in inner_units:
             inner.set_modules_to_backward_prefetch([inner])
+        if unit not in always_gathered:
+            before.insert(0, [unit, *inner_units])
 
 
 # --------------------------------------------------------------------------- in a step
@@ -316,7 +334,7 @@ def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", 
         return
     model.set_requires_gradient_sync(last or mode == "microbatch")
     model.set_requires_all_reduce(last)
-    for unit in _fsdp_modules(model):
+    for unit in iter_fsdp_units(model):
         if unit.keeps_unsharded:
             # Keep parameters from one microbatch for the next: one gather per step.
             unit.set_reshard_after_backward(last, recurse=False)
@@ -365,6 +383,6 @@ def reshard(model: nn.Module) -> None:
     Until then the model's parameters are the gathered ones, in the compute dtype.  The optimizer
     does not update them, and a checkpoint must not save them.  One rank has copies instead.
     """
-    for unit in _fsdp_modules(model):
+    for unit in iter_fsdp_units(model):
         unit.reshard()
     restore_parameters(model)

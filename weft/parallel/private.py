@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
@@ -416,10 +417,8 @@ class ShardedParameter(NamedTuple):
 
 def iter_sharded_parameters(model_parts: Iterable[nn.Module]) -> Iterator[ShardedParameter]:
     """Yield every parameter that FSDP shards, after parameters are allocated."""
-    for module in (module for part in model_parts for module in part.modules()):
-        if not is_fsdp_unit(module):
-            continue
-        for group in _param_groups(_fsdp_state(module)):
+    for unit in chain.from_iterable(map(iter_fsdp_units, model_parts)):
+        for group in _param_groups(_fsdp_state(unit)):
             for param in group.fsdp_params:
                 # As FSDP does in the first forward pass: use the allocated memory.
                 param.reset_sharded_param()
@@ -616,6 +615,15 @@ def is_fsdp_unit(module: nn.Module) -> TypeGuard[Any]:
     """Return True if `fully_shard` has sharded the module, without an import of FSDP."""
     package = sys.modules.get("torch.distributed.fsdp")
     return package is not None and isinstance(module, package.FSDPModule)
+
+
+def iter_fsdp_units(model: nn.Module) -> Iterator[Any]:
+    """Yield each FSDP unit of a model once, as its first module."""
+    states = set()
+    for module in model.modules():
+        if is_fsdp_unit(module) and (state := _fsdp_state(module)) not in states:
+            states.add(state)
+            yield module
 
 
 def _fsdp_state(unit: nn.Module) -> Any:
