@@ -69,7 +69,8 @@ def test_compiled_loss_has_no_float32_logits() -> None:
     """The trace has the tensors that a compiled step allocates."""
     sizes = {}
     for enable in ("false", "true"):
-        keys = [("model.num_layers", "4"), ("train.seq_len", "1024"), ("compile.enable", enable)]
+        # No other tensor has so many bytes.
+        keys = [("model.num_layers", "4"), ("train.seq_len", "768"), ("compile.enable", enable)]
         job, _, errors = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
         cluster = parse_cluster("1x2xH100")
         assert not errors

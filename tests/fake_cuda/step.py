@@ -107,6 +107,7 @@ class Step:
     collectives: Counter[str] = field(default_factory=Counter)  # by kind and axis
     megabytes: Counter[str] = field(default_factory=Counter)  # of collectives, unsharded
     exposed_megabytes: Counter[str] = field(default_factory=Counter)  # of FSDP's collectives
+    overlapped_exchanges: int = 0  # of experts, with a matmul between their start and their wait
     prefetched: int = 0  # FSDP's gathers that a matmul overlaps
     fsdp_gathers: int = 0
     host_copies: Counter[str] = field(default_factory=Counter)  # by direction
@@ -130,6 +131,12 @@ def line_of_weft() -> str:
     if not frames:
         return "outside of weft"
     return f"{frames[-1].filename.removeprefix(PACKAGE)}: {frames[-1].line}"
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a key of the memory of a fake tensor."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class Pending(NamedTuple):
@@ -159,6 +166,7 @@ class StepCounter(TorchDispatchMode):
         self.is_compiling = False  # inductor's passes run operators
         self.in_optimizer = False
         self.gathers: deque[Pending] = deque()  # of FSDP, whose result is not yet used
+        self.exchanges: dict[int, int] = {}  # matmuls before the start, by storage
         self.reductions: list[Pending] = []  # of FSDP, for which nothing has waited yet
         self.marks: list[str] = []  # names of the profiler's running marks
 
@@ -205,6 +213,12 @@ class StepCounter(TorchDispatchMode):
                 elif name in FSDP_REDUCTIONS:
                     self.wait_for_reductions(key)
                     self.reductions.append(Pending(key, size / 1e6, step.matmuls.total()))
+            if name == "all_to_all_single":
+                self.exchanges[storage_of(out)] = step.matmuls.total()
+            elif name == "wait_tensor":
+                num_matmuls = step.matmuls.total()
+                started = self.exchanges.pop(storage_of(args[0]), num_matmuls)
+                step.overlapped_exchanges += started < num_matmuls
         elif name in MATMULS:
             is_float8 = "Float8" in type(tensors[0]).__name__ or "scaled" in name
             dtype = "float8" if is_float8 else str(tensors[0].dtype).removeprefix("torch.")

@@ -163,6 +163,20 @@ def test_head_is_gathered_and_reduced_beside_blocks(fault: str, num_ends: int) -
     assert exposed["reduce_scatter dp_shard"] == pytest.approx(reduced, abs=1)
 
 
+SHARED = (
+    *("deepseek-v3-671b", "run.cluster=1x8xH200", "parallel.pp=1", "parallel.ep=8"),
+    *("model.num_layers=4", "train.microbatch_size=1", "train.global_batch_size=16"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_shared_experts_run_while_rows_travel(compiled: str) -> None:
+    """The one layer with experts overlaps in forward, recomputation and backward."""
+    counts = count(*SHARED, f"compile.enable={compiled}")
+    assert counts["overlapped_exchanges"] == 3 * counts["microbatches"]
+
+
 # Fails where the host would read a number of rows: all such places handle fake tensors.
 READ_ROWS = """
 import sys

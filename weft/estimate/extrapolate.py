@@ -159,7 +159,7 @@ class Extrapolation:
         return ordinals_by_kind
 
     def segment_calls(self, segment: Segment) -> Iterator[tuple[list[OpCall], int, bool]]:
-        """Yield groups of a segment's calls, with repetitions, and True for those of blocks.
+        """Yield groups of calls, their repetitions, and True for those of blocks.
 
         Reductions that are in flight when backward begins its first block are in the group of that
         block, which overlaps with them.
@@ -517,7 +517,7 @@ class Extrapolation:
 
 
 def _find_in_flight(events: Sequence[Event]) -> set[int]:
-    """Return the ids of reductions between the last product before a block, and that block."""
+    """Return the ids of reductions between the last product before a block and it."""
     in_flight: set[int] = set()
     for event in takewhile(lambda event: not event.location.is_in_block, events):
         if event.call is not None and event.call.flops:

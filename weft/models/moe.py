@@ -32,7 +32,8 @@ in backward.  The loss of the model remains the cross-entropy.
 *No token is dropped.*  Tokens are sorted by expert and pass through grouped matrix products of any
 group size (`grouped_linear`).
 
-The module is single-device code.  `weft.parallel.expert_parallel` shards experts over ranks.
+The module is single-device code.  `weft.parallel.expert_parallel` shards experts over ranks; shared
+experts then compute while the rows of the others travel.
 
 Shapes in names as in decoder.py, and N tokens of all sequences, E experts, A active experts per
 token, R = N * A routed tokens, F expert width.
@@ -231,8 +232,14 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Feed-forward layer of experts."""
+    """Feed-forward layer of experts.
 
+    Attributes:
+        overlaps_shared_experts: ``experts`` computes the shared experts while it waits for rows of
+            other ranks.
+    """
+
+    overlaps_shared_experts = False
     # Returns [B, T] tensors; experts get their values for each row as more arguments.
     token_keys: Callable[[], Sequence[Tensor]] = tuple
 
@@ -247,11 +254,22 @@ class MoE(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``."""
-        out_BTD = self.route(x_BTD)
-        return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+        if self.shared_experts is None:
+            return self.route(x_BTD)[0]
+        if self.overlaps_shared_experts:
+            out_BTD, shared_BTD = self.route(x_BTD, (self.shared_experts, x_BTD))
+        else:
+            (out_BTD,), shared_BTD = self.route(x_BTD), self.shared_experts(x_BTD)
+        return out_BTD + shared_BTD
 
-    def route(self, x_BTD: Tensor) -> Tensor:
-        """Return the weighted outputs of each token's experts."""
+    def route(
+        self, x_BTD: Tensor, beside: tuple[nn.Module, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the weighted outputs of each token's experts.
+
+        ``beside`` is a module and its input, which `experts` computes beside its exchange of rows;
+        its output is the second of the result.
+        """
         x_ND = x_BTD.flatten(0, 1)
         chosen_NA, weights_NA = self.router(x_ND, len(x_BTD))
         experts_E = torch.arange(self.router.config.num_experts, device=x_ND.device)
@@ -270,12 +288,16 @@ class MoE(nn.Module):
             tokens_RD = tokens_RD * scales_R.unsqueeze(1).to(x_ND.dtype)
             weights_NA = torch.ones_like(weights_NA)
         keys = [each_BT.flatten()[order_R // chosen_NA.shape[1]] for each_BT in self.token_keys()]
-        tokens_RD = self.experts(tokens_RD, counts_E, *keys)
+        besides: tuple[Tensor, ...] = ()
+        if beside is None:
+            tokens_RD = self.experts(tokens_RD, counts_E, *keys)
+        else:
+            tokens_RD, *besides = self.experts(tokens_RD, counts_E, *keys, beside=beside)
         tokens_RD = run_function(Permute, tokens_RD, inverse_R, order_R)
         # bmm accumulates in float32, and does not save A scaled rows per token for backward.
         outputs_NAD = tokens_RD.view(*chosen_NA.shape, x_ND.shape[1])
         out_ND = torch.bmm(weights_NA.to(x_ND.dtype).unsqueeze(1), outputs_NAD).squeeze(1)
-        return out_ND.view_as(x_BTD)
+        return out_ND.view_as(x_BTD), *besides
 
 
 class Permute(torch.autograd.Function):

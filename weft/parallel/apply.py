@@ -101,6 +101,10 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh, options)
+        # Experts run in their exchange.  If that is not compiled, shared experts stay outside of it
+        # with the compiled block.
+        for layer in moe_layers:
+            layer.overlaps_shared_experts = plan.compiles_experts or not plan.is_compiled
     # After tensor parallelism, because the mask depends on the inputs that a rank has.
     if plan.numbers_tokens:
         _add_random_bits(model, blocks, plan, mesh, family)
@@ -122,7 +126,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     # Before activation checkpointing, because dynamo skips a checkpointed function whose graph
     # breaks.  So the recomputation repeats the compiled code of a block.
     if has_parts:
-        _compile_parts(blocks, [layer.experts for layer in moe_layers], plan, options)
+        _compile_parts(blocks, moe_layers, plan, options)
 
     # Before FSDP, which then gathers the parameters for the recomputation.
     if not options:
@@ -242,10 +246,14 @@ def _shard_experts(
 
 
 def _compile_parts(
-    blocks: Sequence[nn.Module], experts: list[Any], plan: Plan, options: CompileOptions
+    blocks: Sequence[nn.Module], moe_layers: list[Any], plan: Plan, options: CompileOptions
 ) -> None:
     """Compile the parts of blocks whose graph breaks."""
     disable: Any = torch.compiler.disable
+    experts = [layer.experts for layer in moe_layers]
+    shared = [layer.shared_experts for layer in moe_layers if layer.overlaps_shared_experts]
+    cache_dir = plan.job.compile.cache_dir
+    apply_compile([layer for layer in shared if layer is not None], cache_dir, options=options)
     for module in experts if plan.ep > 1 or not plan.compiles_experts else ():
         module.forward = disable(module.forward)
         if module in options and not plan.compiles_experts:  # the compiler cannot select for them

@@ -101,8 +101,9 @@ def apply_fsdp(
             ``cpu_offload``, ``symmetric_memory`` and ``hierarchical_gather``.
         compute_dtype: dtype of gathered parameters, and so of forward and backward.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
-        reshard_after_forward: applies to the blocks; other units stay gathered.  A number: ranks that share one copy; of
-            ``experts`` on an ``expert_mesh``, the ranks of those that have the same experts.
+        reshard_after_forward: applies to the blocks; other units stay gathered.  A number: ranks
+            that share one copy; of ``experts`` on an ``expert_mesh``, the ranks of those that have
+            the same experts.
         node_size: consecutive ranks of a shard group on one node; None: all, or a varying number.
             Used by ``hierarchical_gather`` only.
         sums_in_order: reduce the gradients of each backward pass as `OrderedSum` does.

@@ -97,12 +97,17 @@ def apply_in_chunks(
     rows_RD: Tensor,
     counts_E: Tensor,
     *keys_R: Tensor,
-) -> Tensor:
+    beside: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
+) -> Any:
     """Apply the group's experts to this rank's rows; see `Experts.forward`.
 
     Keys are int32.  Their bits are more columns of the rows, so that every dispatcher sends them.
+
+    ``beside`` is a function and its input, to compute while the first rows travel.  Autograd runs
+    its backward pass while the gradients of these rows travel: after the arrival of the rows in
+    the graph, before their start.  Then the result is that of the rows and that of the function.
     """
-    dim = rows_RD.shape[1]
+    dim, besides = rows_RD.shape[1], list[Tensor]()
     columns = [key_R.unsqueeze(1).view(rows_RD.dtype) for key_R in keys_R]
     dispatch = dispatcher(torch.cat((rows_RD, *columns), dim=1) if columns else rows_RD, counts_E)
     try:
@@ -110,10 +115,14 @@ def apply_in_chunks(
         for chunk in range(num_chunks):
             if chunk + 1 < num_chunks:
                 dispatch.start(chunk + 1)
+            if beside is not None and chunk == 0:
+                function, x = beside
+                besides.append(function(x))
             rows_QD, counts_L = dispatch.receive(chunk)
             rows_QD, *keys_Q = _split_columns(rows_QD, dim, len(keys_R))
             dispatch.send_back(chunk, forward(rows_QD, counts_L, *keys_Q))
-        return dispatch.result()
+        results = [dispatch.result(), *besides]
+        return results[0] if beside is None else tuple(results)
     finally:
         dispatch.close()
 

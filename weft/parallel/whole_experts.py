@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.models.moe import MoE
 from weft.parallel.collectives import all_gather_slices, all_reduce, with_adjoint
@@ -58,11 +58,15 @@ def _sum_over_shards(
 
 
 def _route_slice(
-    route: Callable[[Tensor], Tensor], group: dist.ProcessGroup, x_BTD: Tensor
-) -> Tensor:
+    route: Callable[..., tuple[Tensor, ...]],
+    group: dist.ProcessGroup,
+    x_BTD: Tensor,
+    *beside: tuple[nn.Module, Tensor],
+) -> tuple[Tensor, ...]:
     """Route this rank's slice of a sequence that all ranks have; return all outputs."""
     x_BSD = with_adjoint(_slice, all_gather_slices)(x_BTD, group)
-    return with_adjoint(all_gather_slices, _slice)(route(x_BSD), group)
+    out_BSD, *others = route(x_BSD, *beside)
+    return with_adjoint(all_gather_slices, _slice)(out_BSD, group), *others
 
 
 def _slice_keys(
