@@ -143,15 +143,17 @@ def model_fields() -> list[str]:
 def peers_page() -> str:
     """Return a table of all names of other projects, and the answers without a key."""
     lines: list[str] = []
-    section = ""
+    sections: dict[str, dict[str, dict[str, str]]] = {}
     for key, names in load_peer_names().items():
         if set(names) & set(PROJECTS):
-            if key.partition(".")[0] != section:
-                section = key.partition(".")[0]
-                titles = " | ".join(["weft", *PROJECTS.values()])
-                lines += ["", f"## {section}", "", f"| {titles} |"]
-                lines.append("|---" * (1 + len(PROJECTS)) + "|")
-            cells = [code(names[peer]) if peer in names else "" for peer in PROJECTS]
+            sections.setdefault(key.partition(".")[0], {})[key] = names
+    for section, table in sections.items():
+        # A project without a name in the section has no column.
+        peers = [peer for peer in PROJECTS if any(peer in names for names in table.values())]
+        titles = " | ".join(["weft", *(PROJECTS[peer] for peer in peers)])
+        lines += ["", f"## {section}", "", f"| {titles} |", "|---" * (1 + len(peers)) + "|"]
+        for key, names in table.items():
+            cells = [code(names[peer]) if peer in names else "" for peer in peers]
             lines.append(f"| {code(key)} | {' | '.join(cells)} |")
     lines += ["", "## Names without a key", "", "| elsewhere | in weft |", "|---|---|"]
     lines += [f"| {code(name)} | {prose(answer)} |" for name, answer in load_peer_answers().items()]

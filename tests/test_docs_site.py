@@ -15,7 +15,7 @@ import pytest
 
 from tests.tools.test_run_report import Browser, needs_browser
 from weft.cli.main import build_parser
-from weft.config.peer_names import load_peer_answers
+from weft.config.peer_names import PROJECTS, load_peer_answers
 from weft.config.reader import read_job
 from weft.config.schema import SECTIONS, keys
 from weft.models.decoder_config import DecoderConfig
@@ -30,7 +30,7 @@ import diagrams  # noqa: E402
 import llms  # noqa: E402
 import reference_pages  # noqa: E402
 
-PEERS = {"torchtitan", "megatron", "huggingface", "axolotl", "words"}
+PEERS = {*PROJECTS, "words"}
 
 
 def load(name: str) -> dict[str, dict[str, str]]:

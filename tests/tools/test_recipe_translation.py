@@ -153,6 +153,35 @@ DPO = {
 }
 
 
+DEEPSPEED: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 1e2,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "reduce_bucket_size": 5e8,
+        "stage3_param_persistence_threshold": 1e5,
+        "zero_quantized_weights": True,
+    },
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 2e-4, "betas": [0.9, 0.98], "eps": 1e-9, "weight_decay": 0.05},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 40, "total_num_steps": 500},
+    },
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    "wandb": {"enabled": True, "project": "mine"},
+}
+
+
 def translate(directory: Path, name: str, text: str, cluster: Any = None) -> Translation:
     file = directory / name
     file.write_text(text)
@@ -1146,3 +1175,147 @@ def test_best_model_of_an_unknown_metric_is_unsupported(tmp_path: Path) -> None:
     found = translate(tmp_path, "a.json", json.dumps(DPO | fields))
     assert found.recipe.get("checkpoint.best") is None
     assert any("metric_for_best_model" in name for name in found.unsupported)
+
+
+def deepspeed(directory: Path, changes: dict[str, Any], cluster: Any = None) -> Translation:
+    return translate(directory, "ds.json", json.dumps(DEEPSPEED | changes), cluster)
+
+
+def test_deepspeed_values_are_converted_and_planned(tmp_path: Path) -> None:
+    found = deepspeed(tmp_path, {})
+    assert keys_of(found, "run.cluster", "train.global_batch_size", "train.microbatch_size") == (
+        *("1x8xH100", 64, 2),
+    )
+    assert keys_of(found, "optim.name", "optim.beta2", "optim.eps", "optim.weight_decay") == (
+        *("adamw", 0.98, 1e-9, 0.05),
+    )
+    # The schedule's peak replaces the learning rate of the optimizer, and it decays to 0.
+    assert keys_of(found, "optim.lr", "optim.schedule", "optim.min_lr_ratio") == (3e-4, "linear", 0)
+    assert keys_of(found, "optim.warmup_steps", "train.steps", "optim.max_grad_norm") == (
+        *(40, 500, 0.5),
+    )
+    assert keys_of(found, "parallel.cpu_offload", "parallel.param_persistence_threshold") == (
+        *(True, 100_000),
+    )
+    assert keys_of(found, "activation_checkpoint.mode", "activation_checkpoint.offload") == (
+        *("full", True),
+    )
+    assert keys_of(found, "monitor.trackers", "monitor.log_interval") == (["wandb"], 100)
+    assert found.recipe["precision.compute_dtype"] == "bfloat16"
+    lacking = " ".join(found.unsupported)
+    assert "zero_quantized_weights" in lacking
+    assert "warmup_type = log" in lacking  # the default of DeepSpeed
+    assert len(found.unsupported) == 2
+    found.recipe["model.path"] = ""
+    assert plan(tmp_path, found).dp_shard == 8
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, (None, None, 1, 8)),
+        (1, ("never", "step", None, None)),
+        (2, ("never", "microbatch", None, None)),
+        (3, ("always", "microbatch", None, None)),
+    ],
+)
+def test_deepspeed_stage_is_a_layout(
+    tmp_path: Path, stage: int, expected: tuple[object, ...]
+) -> None:
+    found = deepspeed(tmp_path, {"zero_optimization": {"stage": stage}})
+    names = ("reshard_after_forward", "gradient_sync", "dp_shard", "dp_replicate")
+    assert keys_of(found, *(f"parallel.{name}" for name in names)) == expected
+    found.recipe["model.path"] = ""
+    assert plan(tmp_path, found).world_size == 8
+
+
+def test_deepspeed_groups_and_degrees_are_converted(tmp_path: Path) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    found = deepspeed(tmp_path, {"zero_optimization": zero, "sequence_parallel_size": 2})
+    assert keys_of(found, "parallel.reshard_after_forward", "parallel.cp_method") == (
+        *(4, "ulysses"),
+    )
+    assert found.recipe["run.cluster"] == "2x8xH100"  # 8 data-parallel ranks x 2
+    zero = {"stage": 3, "mics_shard_size": 4}
+    found = deepspeed(tmp_path, {"zero_optimization": zero}, (2, 8, "H100"))
+    assert keys_of(found, "parallel.dp_shard", "parallel.dp_replicate") == (4, 4)
+
+
+def test_deepspeed_auto_values_are_left_to_the_trainer(tmp_path: Path) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    changes: dict[str, Any] = dict.fromkeys((*names, "gradient_clipping"), "auto")
+    changes |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    changes["optimizer"] = {
+        "type": "AdamW",
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    }
+    params = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+    changes["scheduler"] = {"type": "WarmupLR", "params": dict.fromkeys(params, "auto")}
+    found = deepspeed(tmp_path, changes)
+    absent = ("optim.lr", "optim.beta1", "optim.weight_decay", "optim.warmup_steps")
+    absent += ("precision.compute_dtype", "train.global_batch_size", "optim.max_grad_norm")
+    assert keys_of(found, *absent) == (None,) * len(absent)
+    assert [name for name in found.unsupported if "auto" in name] == []
+    assert any('14 values are "auto"' in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"fp16": {"enabled": True, "initial_scale_power": 16}, "bf16": {}}, "fp16.enabled"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device = nvme"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "OneBitAdam"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "adam_w_mode"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}}}, "OneCycle"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
+        ({"train_batch_size": "many"}, "train_batch_size"),
+        ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"zero_optimization": True}, "zero_optimization"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}, "betas"),
+        ({"pipeline": {"stages": "auto", "partition": "best"}}, "pipeline.partition"),
+    ],
+)
+def test_deepspeed_value_that_weft_cannot_take_is_listed(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    found = deepspeed(tmp_path, changes)
+    assert any(name in entry for entry in found.unsupported), found.unsupported
+
+
+def test_smp_parameters_are_converted_and_planned(tmp_path: Path) -> None:
+    parameters = {
+        "hybrid_shard_degree": 8,
+        "tensor_parallel_degree": 2,
+        "context_parallel_degree": 2,
+        "expert_parallel_degree": 1,
+        "sm_activation_offloading": True,
+        "activation_loading_horizon": 3,
+        "fsdp_cache_flush_warnings": True,
+        "random_seed": 12345,
+    }
+    wrapped: dict[str, Any] = {"modelparallel": {"enabled": True, "parameters": parameters}}
+    estimator = {"torch_distributed": {"enabled": True}, "smdistributed": wrapped}
+    for tree in (parameters, {"distribution": estimator}, estimator):
+        found = translate(tmp_path, "smp.json", json.dumps(tree), (4, 8, "H100"))
+        degrees = ("dp_replicate", "dp_shard", "cp", "tp")
+        assert keys_of(found, *(f"parallel.{each}" for each in degrees)) == (2, 4, 2, 2)
+        names = ("mode", "offload", "offload_prefetch")
+        values = ("full", True, 2)
+        assert keys_of(found, *(f"activation_checkpoint.{name}" for name in names)) == values
+        assert found.unsupported == {}
+        found.recipe["model.path"] = ""
+        assert plan(tmp_path, found).world_size == 32
+
+
+def test_smp_without_a_shard_degree_shards_over_all_ranks(tmp_path: Path) -> None:
+    found = translate(tmp_path, "smp.json", '{"hybrid_shard_degree": 0}')
+    assert keys_of(found, "parallel.dp_shard", "run.cluster") == ("auto", "1x8xH100")
+    assert any("--cluster" in note for note in found.notes)
+    assert "activation_checkpoint.mode" not in found.recipe
+
+
+def test_smp_degrees_that_do_not_divide_the_cluster_are_refused(tmp_path: Path) -> None:
+    text = '{"hybrid_shard_degree": 8, "tensor_parallel_degree": 3}'
+    with pytest.raises(InvalidConfig, match="not divisible"):
+        translate(tmp_path, "smp.json", text, (2, 8, "H100"))

@@ -13,12 +13,13 @@ from weft.config.errors import ConfigErrors
 
 SUMMARY = "Translate a configuration of another program into a recipe."
 HELP = """\
-Translate a configuration of TorchTitan, Megatron-LM, axolotl, LLaMA-Factory or TRL.
+Translate a configuration of TorchTitan, Megatron-LM, DeepSpeed, SMP, axolotl or TRL.
 
 FILE is a TOML of TorchTitan (2024 to 0.2.2; later ones are Python programs); a shell script, an
 arguments file or a test's model_config.yaml of Megatron-LM; a YAML of axolotl; a YAML of
-LLaMA-Factory, with its dataset_info.json; TrainingArguments, SFTConfig, DPOConfig, KTOConfig,
-ORPOConfig or CPOConfig as YAML or JSON; or the config.json of a model.
+LLaMA-Factory, with its dataset_info.json; a ds_config.json of DeepSpeed; the parameters of
+SageMaker's model parallelism library v2 as JSON; TrainingArguments, SFTConfig, DPOConfig,
+KTOConfig, ORPOConfig or CPOConfig as YAML or JSON; or the config.json of a model.
 
 The recipe's comments say where each key comes from, what was ignored and why, and what weft lacks
 with what to use instead.  The same list goes to stderr, without what was ignored.

@@ -28,7 +28,8 @@ TORCHTITAN_SECTIONS |= {"profiling", "validation", "quantize", "float8", "experi
 PICKLES = (".bin", ".pt", ".pth", ".pkl")
 REMEDY = (
     "give a TOML of TorchTitan, a script or arguments of Megatron-LM, a YAML of axolotl or "
-    "LLaMA-Factory, or the TrainingArguments of transformers or TRL as YAML or JSON"
+    "LLaMA-Factory, a JSON of DeepSpeed or SageMaker SMP, or the TrainingArguments of transformers "
+    "or TRL as YAML or JSON"
 )
 TITLES = {**PROJECTS, "llamafactory": "LLaMA-Factory"}
 
@@ -185,14 +186,27 @@ def _detect_tree(tree: dict[str, Any]) -> PeerConfig | None:
     if isinstance(arguments, dict) and sum(str(n).startswith("--") for n in arguments) > 1:
         values = {name: value for name, value in arguments.items() if name.startswith("--")}
         return PeerConfig("megatron", {_normalize_flag(n): v for n, v in values.items()})
+    tree = _find_smp_parameters(tree)
+    programs = ("llamafactory", "axolotl", "huggingface", "deepspeed", "smp")
     counts = {
         program: sum(name in tree for name in load_peer_configs()[program]["markers"]["any"])
-        for program in ("llamafactory", "axolotl", "huggingface")
+        for program in programs
     }
+    if "zero_optimization" in tree or "hybrid_shard_degree" in tree:  # one is enough
+        program = "deepspeed" if "zero_optimization" in tree else "smp"
+        return PeerConfig(program, flatten(tree))
     if counts["llamafactory"] > 1:  # its file has arguments of the Trainer, too
         return PeerConfig("llamafactory", flatten(tree))
     program = max(counts, key=counts.__getitem__)
     return PeerConfig(program, flatten(tree)) if counts[program] > 1 else None
+
+
+def _find_smp_parameters(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return SMP's parameters in the ``distribution`` of an estimator, else the tree."""
+    inner: Any = tree
+    for name in ("distribution", "smdistributed", "modelparallel", "parameters"):
+        inner = inner.get(name, inner) if isinstance(inner, dict) else inner
+    return inner if isinstance(inner, dict) else tree
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,6 +17,8 @@ PROJECTS = {
     "megatron": "Megatron-LM",
     "huggingface": "Hugging Face",
     "axolotl": "axolotl",
+    "deepspeed": "DeepSpeed",
+    "smp": "SageMaker SMP",
 }
 
 

@@ -47,7 +47,9 @@ POSITIVE = (
     *("--vocab-size", "--train-iters", "--train-samples", "--moe-ffn-hidden-size"),
     *("--ffn-hidden-size", "per_device_train_batch_size", "micro_batch_size"),
     *("*accumulation_steps", "parallelism_config.*_size", "profiling.profile_freq", "vocab_size"),
-    "early_stopping_patience",
+    *("early_stopping_patience", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("steps_per_print", "scheduler.params.total_num_steps", "activation_loading_horizon"),
+    *("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"),
 )
 NUMBERS = (
     *("parallelism.data_parallel_shard_degree", "training.global_batch_size"),
@@ -66,11 +68,16 @@ NUMBERS = (
     ),
     *("warmup_steps", "warmup_ratio", "save_steps", "eval_steps", "logging_steps"),
     *("num_train_epochs", "num_epochs", "cosine_min_lr_ratio", "batch_size"),
-    *("lr_scheduler_kwargs.min_lr*", "lr_scheduler_kwargs.num_*_steps"),
+    *("lr_scheduler_kwargs.min_lr*", "lr_scheduler_kwargs.num_*_steps", "gradient_clipping"),
+    *("zero_optimization.stage", "zero_optimization.*_size", "tensor_parallel.autotp_size"),
+    *("zero_optimization.*_threshold", "optimizer.params.lr", "optimizer.params.eps"),
+    *("optimizer.params.weight_decay", "scheduler.params.warmup_*lr", "hybrid_shard_degree"),
+    *("scheduler.params.*_ratio", "scheduler.params.warmup_num_steps", "sequence_parallel_size"),
 )
 TEXTS = (
     *("training.dataset*", "model.name", "model.flavor", "model.hf_assets_path", "dataset_name"),
-    *("dataset_config", "dataset_train_split", "optimizer.name"),
+    *("dataset_config", "dataset_train_split", "optimizer.name", "optimizer.type"),
+    *("scheduler.type", "scheduler.params.warmup_type", "zero_optimization.offload_*.device"),
 )
 LISTS = (
     *("model.converters", "*.filter_fqns", "plugins", "*datasets", "report_to"),
@@ -90,6 +97,7 @@ OBJECTIVE_NAMES = ("next_token", *PAIR_OBJECTIVES, "kto")
 DEVICES_PER_NODE = 8
 DEVICE = "H100"
 SHELL_VARIABLE = "$"
+AUTO = "auto"  # DeepSpeed: an argument of the Trainer decides
 
 
 @dataclass
@@ -143,6 +151,8 @@ class Translation:
             self.skip(name, "it is not set")
         elif _is_variable(value) or value == "":
             pass
+        elif value == AUTO and self.config.program == "deepspeed":
+            pass  # an argument of the Trainer
         elif _matches(name, POSITIVE + NUMBERS):
             number = parse_literal(value) if isinstance(value, str) else value
             least = 1 if _matches(name, POSITIVE) else -math.inf
@@ -151,7 +161,9 @@ class Translation:
             elif not (least <= number < 2**63 and number > -(2**63)):
                 rule = "it is out of the range of this number"
             else:
-                self.values[name] = number
+                # DeepSpeed's files write whole numbers as 1e5.
+                is_whole = self.config.program == "deepspeed" and number == int(number)
+                self.values[name] = int(number) if is_whole else number
         elif _matches(name, TEXTS) and not isinstance(value, str):
             rule = "it is not a text"
         elif _matches(name, LISTS):
@@ -1961,6 +1973,259 @@ def _axolotl_data(t: Translation) -> None:
     t.set("data.overlong", "skip", note="axolotl drops longer samples")
 
 
+# ----------------------------------------------------------------------- DeepSpeed
+
+# parallel.reshard_after_forward and parallel.gradient_sync by the stage of ZeRO.
+ZERO = {1: ("never", "step"), 2: ("never", "microbatch"), 3: ("always", "microbatch")}
+
+
+def _from_deepspeed(t: Translation) -> None:
+    t.set("model.path", "required", note="the script names the model; set model.path")
+    automatic = sorted(name for name, value in t.values.items() if value == AUTO)
+    for name in automatic:
+        t.skip(name, "auto: an argument of the Trainer")
+    if automatic:
+        t.notes.append(
+            f'{len(automatic)} values are "auto", so they are arguments of the Trainer. Translate '
+            "these, too (training_args.to_json_string()), and join the two recipes."
+        )
+    ranks = _deepspeed_batch(t)
+    _deepspeed_layout(t, ranks)
+    _deepspeed_precision(t)
+    _deepspeed_optimizer(t)
+    _deepspeed_schedule(t)
+    memory = [n for n in t.given if n.startswith("activation_checkpointing.")]
+    if any(t.values.get(name) not in (False, None, "") for name in memory):
+        note = "the section is for a model that calls deepspeed.checkpointing"
+        t.set("activation_checkpoint.mode", "full", *sorted(memory), note=note)
+        if t.take("activation_checkpointing.cpu_checkpointing", False):
+            name = "activation_checkpointing.cpu_checkpointing"
+            t.set("activation_checkpoint.offload", True, name)
+    used = [name for name in ("tensorboard", "wandb") if t.take(f"{name}.enabled", False) is True]
+    if used:
+        t.set("monitor.trackers", used, *(f"{name}.enabled" for name in used))
+    t.notes.append("The file names neither data nor sequence length: set data.path, train.seq_len.")
+    if "train.steps" not in t.recipe and "scheduler.params.total_num_steps" not in t.values:
+        t.notes.append("The file names no number of steps: set train.steps or train.epochs.")
+
+
+def _deepspeed_batch(t: Translation) -> int:
+    """Set the batch and the cluster; return the number of ranks."""
+    total, micro = t.take("train_batch_size"), t.take("train_micro_batch_size_per_gpu")
+    steps = t.take("gradient_accumulation_steps")
+    tp = int(t.values.get("tensor_parallel.autotp_size") or 1)
+    cp = int(t.values.get("sequence_parallel_size") or 1)
+    parts = max(1, tp) * max(1, cp)
+    known = None
+    if total and micro and steps and total % (micro * steps) == 0:
+        known = int(total // (micro * steps)) * parts
+    ranks, is_known = _ranks(t, parts, known, DEVICES_PER_NODE)
+    if ranks % parts:
+        rule = f"is not divisible by the file's other degrees, {parts}"
+        raise InvalidConfig([ConfigError("--cluster", f"{ranks} GPUs", rule, "name a multiple")])
+    _set_cluster(t, ranks, is_known)
+    data_ranks = ranks // parts
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    if total:
+        t.set("train.global_batch_size", int(total), "train_batch_size")
+    elif micro:
+        note = f"{int(micro)} x {int(steps or 1)} x {data_ranks} data-parallel ranks"
+        total = int(micro) * int(steps or 1) * data_ranks
+        t.set("train.global_batch_size", total, *names, note=note)
+        if not is_known:
+            _note_assumed_ranks(t, ranks, total, note, " x ".join(names))
+    elif steps:
+        t.lack(names[1], steps, "train.global_batch_size, in sequences of all ranks")
+    if total and steps and not micro and is_known:
+        micro = total // (steps * data_ranks)
+    if micro:
+        t.set("train.microbatch_size", max(1, int(micro)), *names)
+    return ranks
+
+
+def _deepspeed_layout(t: Translation, ranks: int) -> None:
+    stage = int(t.take("zero_optimization.stage", 0))
+    for name in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        if t.values.get(name, 1) < 2:
+            t.skip(name, "it is off")
+    tp = int(t.values.get("tensor_parallel.autotp_size", 1))
+    cp = int(t.values.get("sequence_parallel_size", 1))
+    if cp > 1:
+        t.set("parallel.cp_method", "ulysses", "sequence_parallel_size")
+    shards = int(t.take("zero_optimization.mics_shard_size", -1))
+    inner = int(t.take("zero_optimization.zero_hpz_partition_size", 1))
+    group = ranks // tp
+    name = "zero_optimization.stage"
+    if stage == 0 and group > 1:
+        t.set("parallel.dp_replicate", group // cp, name, note="no sharding")
+        t.set("parallel.dp_shard", 1, name)
+    elif shards > 0 and (shards % cp or group % shards):
+        t.lack("zero_optimization.mics_shard_size", shards, "parallel.dp_shard divides the ranks")
+    elif shards > 0:
+        t.set("parallel.dp_shard", shards // cp, "zero_optimization.mics_shard_size")
+        note = f"{group} ranks / {shards}"
+        t.set("parallel.dp_replicate", group // shards, note=note)
+    if stage in ZERO and group > 1:
+        reshard, sync = ZERO[stage]
+        t.set("parallel.reshard_after_forward", reshard, name)
+        t.set("parallel.gradient_sync", sync, name)
+        if inner > 1 and stage == 3:
+            name = "zero_optimization.zero_hpz_partition_size"
+            t.set("parallel.reshard_after_forward", inner, name)
+    elif stage and stage not in ZERO:
+        t.lack(name, stage, "0, 1, 2 or 3")
+    devices = {
+        part: t.take(f"zero_optimization.offload_{part}.device", "none")
+        for part in ("param", "optimizer")
+    }
+    if t.take("zero_optimization.cpu_offload", False) is True:
+        devices["optimizer"] = "cpu"
+    for part, device in devices.items():
+        given = f"zero_optimization.offload_{part}.device"
+        if device == "cpu":
+            note = "parameters, gradients and optimizer state"
+            t.set("parallel.cpu_offload", True, given, note=note)
+        elif device not in ("none", ""):
+            t.lack(given, device, "parallel.cpu_offload keeps the state in host memory")
+
+
+def _deepspeed_precision(t: Translation) -> None:
+    enabled = {
+        name: t.take(f"{name}.enabled", False) is True
+        for name in ("bf16", "torch_autocast", "amp", "fp16")
+    }
+    used = [name for name, on in enabled.items() if on]
+    if used:
+        t.set("precision.compute_dtype", "bfloat16", f"{used[0]}.enabled")
+        if used[0] in ("fp16", "amp"):
+            t.lack(f"{used[0]}.enabled", True, load_peer_answers()["fp16"])
+    elif AUTO not in (t.config.values.get("bf16.enabled"), t.config.values.get("fp16.enabled")):
+        t.set("precision.compute_dtype", "float32", note="neither bf16 nor fp16 is enabled")
+    if not enabled["fp16"]:
+        for name in [n for n in t.values if n.startswith("fp16.")]:
+            t.skip(name, "fp16 is off")
+    else:
+        for name in [n for n in t.values if n.startswith("fp16.")]:
+            t.skip(name, "bfloat16 needs no loss scale")
+    for name in [n for n in t.values if n.startswith("amp.")]:
+        t.skip(name, "see precision.compute_dtype")
+
+
+def _deepspeed_optimizer(t: Translation) -> None:
+    kind = str(t.take("optimizer.type", ""))
+    prefix = "optimizer.params"
+    if not kind:
+        t.notes.append("The script has the optimizer: set optim.lr, optim.weight_decay, and so on.")
+        return
+    name = kind.lower()
+    is_plain = t.take(f"{prefix}.adam_w_mode", True) is False
+    if name == "muon":
+        t.set("optim.name", "muon", "optimizer.type")
+    elif name not in ("adam", "adamw") or is_plain:
+        remedy = "optim.name = adamw (decoupled weight decay), muon, or module:function"
+        t.lack("optimizer.type", f"{kind}, adam_w_mode=false" if is_plain else kind, remedy)
+    else:
+        t.set("optim.name", "adamw", "optimizer.type")
+    betas = t.take(f"{prefix}.betas", [0.9, 0.999])
+    if t.config.values.get(f"{prefix}.betas") != AUTO:
+        if isinstance(betas, list) and len(betas) == 2:
+            t.set("optim.beta1", betas[0], f"{prefix}.betas")
+            t.set("optim.beta2", betas[1], f"{prefix}.betas")
+        else:
+            t.lack(f"{prefix}.betas", betas, "optim.beta1 and optim.beta2")
+    for last, value in (("lr", 1e-3), ("weight_decay", 0.0)):
+        if f"{prefix}.{last}" not in t.config.values:
+            t.set(f"optim.{last}", value)
+    t.notes.append(
+        "Which parameters have weight decay is in the script. In weft matrices have it; a table "
+        "[[optim.groups]] adds embeddings and norms."
+    )
+
+
+def _deepspeed_schedule(t: Translation) -> None:
+    prefix = "scheduler.params"
+    kind = str(t.take("scheduler.type", ""))
+    if not kind:
+        if not any(name.startswith("scheduler") for name in t.config.values):
+            t.notes.append("The script has the schedule: set optim.schedule, optim.warmup_steps.")
+        return
+    forms = {"WarmupLR": "wsd", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if kind not in forms:
+        remedy = "optim.schedule = linear, cosine, wsd, or module:function"
+        t.lack("scheduler.type", kind, remedy)
+        return
+    t.set("optim.schedule", forms[kind], "scheduler.type")
+    if kind == "WarmupLR":
+        t.set("optim.decay_fraction", 0.0, "scheduler.type", note="constant after warm-up")
+    ratio = t.take(f"{prefix}.cos_min_ratio", 0.0001) if kind == "WarmupCosineLR" else 0.0
+    if kind != "WarmupLR":
+        t.set("optim.min_lr_ratio", ratio, f"{prefix}.cos_min_ratio")
+    auto = {name for name, value in t.config.values.items() if value == AUTO}
+    warmup = t.take(f"{prefix}.warmup_num_steps", 1000)
+    if f"{prefix}.warmup_num_steps" not in auto:
+        t.set("optim.warmup_steps", int(warmup), f"{prefix}.warmup_num_steps")
+    peak = t.take(f"{prefix}.warmup_max_lr", 1e-3)
+    if kind != "WarmupCosineLR" and f"{prefix}.warmup_max_lr" not in auto:
+        t.skip("optimizer.params.lr", "the schedule's warmup_max_lr replaces it")
+        t.set("optim.lr", peak, f"{prefix}.warmup_max_lr")
+    form = t.take(f"{prefix}.warmup_type", "log")
+    if form != "linear" and warmup and f"{prefix}.warmup_type" not in auto:
+        t.lack(f"{prefix}.warmup_type", form, "warm-up of weft is linear")
+    for last in ("warmup_min_lr", "warmup_min_ratio"):
+        value = t.take(f"{prefix}.{last}", 0)
+        if value:
+            remedy = "warm-up begins at optim.lr / optim.warmup_steps"
+            t.lack(f"{prefix}.{last}", value, remedy)
+
+
+# ----------------------------------------------------------------------- SageMaker SMP
+
+
+def _from_smp(t: Translation) -> None:
+    """Translate the parameters of the model parallelism library, version 2."""
+    t.set("model.path", "required", note="the script names the model; set model.path")
+    tp = int(t.values.get("tensor_parallel_degree", 1))
+    cp = int(t.values.get("context_parallel_degree", 1))
+    shards = int(t.take("hybrid_shard_degree", 0))
+    ranks, is_known = _ranks(t, tp * max(cp, shards), None, DEVICES_PER_NODE)
+    parts = tp * (shards or cp)
+    if ranks % parts and is_known:
+        rule = f"is not divisible by the file's degrees, {parts}"
+        raise InvalidConfig([ConfigError("--cluster", f"{ranks} GPUs", rule, "name a multiple")])
+    ranks = parts * max(1, ranks // parts)
+    if shards % cp:
+        t.lack("hybrid_shard_degree", shards, "a multiple of context_parallel_degree")
+    elif shards:
+        # Both shard the parameters over the context-parallel ranks, too.
+        note = f"{shards} / context_parallel_degree" if cp > 1 else ""
+        t.set("parallel.dp_shard", shards // cp, "hybrid_shard_degree", note=note)
+        note = f"{ranks} GPUs / {parts} of a replica"
+        t.set("parallel.dp_replicate", ranks // parts, note=note)
+    else:
+        t.set("parallel.dp_shard", "auto", "hybrid_shard_degree", note="FULL_SHARD: all ranks")
+    _set_cluster(t, ranks, is_known)
+    if not is_known:
+        t.notes.append(
+            f"The file does not name the number of GPUs. The recipe is for {ranks}. Translate "
+            f"again with --cluster NODESxGPUSx{DEVICE}."
+        )
+    horizon = t.take("activation_loading_horizon")
+    if t.values.get("sm_activation_offloading") is True:
+        note = "SMP offloads the inputs of checkpointed layers"
+        t.set("activation_checkpoint.mode", "full", "sm_activation_offloading", note=note)
+        if horizon:
+            note = "in weft without the layer that computes"
+            value = max(1, int(horizon) - 1)
+            name = "activation_loading_horizon"
+            t.set("activation_checkpoint.offload_prefetch", value, name, note=note)
+    elif horizon:
+        t.ignored["activation_loading_horizon"] = "offloading is off"
+    t.notes.append(
+        "SMP's parameters are the layout only. Batch, model, data, optimizer, precision and "
+        "sharding_strategy are in the script: set train.global_batch_size, data.path and optim.lr."
+    )
+
+
 # ----------------------------------------------------------------------- config.json
 
 
@@ -1992,6 +2257,8 @@ PROGRAMS: dict[str, Callable[[Translation], None]] = {
     "huggingface": _from_huggingface,
     "axolotl": _from_axolotl,
     "llamafactory": _from_llamafactory,
+    "deepspeed": _from_deepspeed,
+    "smp": _from_smp,
     "model": _from_model,
 }
 
