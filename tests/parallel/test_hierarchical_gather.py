@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
 from tests.parallel.sharded import (
@@ -85,6 +86,28 @@ def test_hierarchical_all_gather_each_byte_enters_a_node_once() -> None:
         assert across == tuple(range(rank % node_size, 8, node_size))
         assert inside == [(2 * node, 2 * node + 1)]
     assert received == dict.fromkeys(range(nodes), 80 * (nodes - 1) // nodes)
+
+
+def operators() -> list[str]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    gather, names = HierarchicalAllGather(mesh, 2), list[str]()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        gather(torch.empty(40), torch.zeros(10), mesh.get_group())
+    return [name for name in names if "allgather" in name or "copy" in name]
+
+
+def test_hierarchical_all_gather_gathers_no_list_of_strided_tensors() -> None:
+    """NCCL gathers such a list into a buffer of its own, and copies each tensor."""
+    expected = ["_allgather_base_", "allgather_into_tensor_coalesced_"]
+    assert run_ranks(operators, 4) == [expected] * 4
 
 
 def gather_groups(settings: list[tuple[bool, int | None]]) -> list[set[tuple[int, ...]]]:

@@ -19,9 +19,9 @@ class HierarchicalAllGather:
 
     A group has N nodes with K ranks each.  Rank ``n * K + k`` is rank k of node n and has C
     elements.  The result is ``[N, K, C]``.  First each rank gathers column k from its peers in the
-    other nodes; all K columns travel at the same time.  Then the ranks of a node gather the N rows
-    among themselves, all N in one call.  Each row lands in its final place, so the result equals a
-    plain all-gather without a reorder.
+    other nodes, into a buffer of 1 / K of the result; all K columns travel at the same time.  Then
+    the ranks of a node gather the N rows among themselves, all N in one call.  Each row lands in
+    its final place, so the result equals a plain all-gather without a reorder.
 
     (N - 1) / N of the result enters a node, once, over all links of the node, in N - 1 steps.  In
     the ring of a plain all-gather (NK - 1) / NK of the result passes the slowest link, in NK - 1
@@ -63,15 +63,17 @@ class HierarchicalAllGather:
             work: dist.Work | None = all_gather(output_tensor, input_tensor, group, async_op)
             return work
         rows_NKC = output_tensor.view(*self.shape, -1)
-        local_rank = self.intra_node.rank()
+        # Not into the places of the column, which are strided: NCCL would gather them into such a
+        # buffer of its own, and then copy each.  The second stage writes all places.
+        column_NC = self.allocate(
+            (self.shape[0], len(input_tensor)), dtype=input_tensor.dtype, device=input_tensor.device
+        )
 
         def gather_intra_node() -> None:
-            outputs = [row_KC.view(-1) for row_KC in rows_NKC]
-            inputs = [row_KC[local_rank] for row_KC in rows_NKC]
+            outputs, inputs = [row_KC.view(-1) for row_KC in rows_NKC], list(column_NC)
             self.intra_node.allgather_into_tensor_coalesced(outputs, inputs).wait()
 
-        column_NC = list(rows_NKC[:, local_rank])
-        inter_node_work = dist.all_gather(column_NC, input_tensor, self.inter_node, async_op)
+        inter_node_work = all_gather(column_NC.view(-1), input_tensor, self.inter_node, async_op)
         if async_op:
             return _ChainedWork(inter_node_work, gather_intra_node)
         gather_intra_node()
