@@ -1,30 +1,43 @@
 # Everything that a fresh machine needs: 'make demo' trains a model, 'make test' runs the tests.
-# Both make the environment in .venv first; only Python 3.11 or 3.12 has to be there.
+# Both make the environment in .venv first; only Python 3.11 to 3.13 has to be there.
 
 VENV := .venv
 RUN := runs/demo
 
 # The first interpreter of a version that weft is tested on.
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all mutation-score test-unit test-ranks test-system check format schema docs gpu wheels clean
+# One more index of packages, for a torch that the driver supports (docs/gpu-node.md):
+# make gpu TORCH_INDEX=https://download.pytorch.org/whl/cu126
+TORCH_INDEX :=
+INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check \
+	--constraint $(VENV)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: install demo test test-all test-versions mutation-score test-unit test-ranks test-system check format schema docs gpu wheels clean
 
 install: $(VENV)/installed
 
-# What weft itself needs; the tools of development come on top.
-$(VENV)/base: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11 or 3.12; name one with make PYTHON=/path/to/python"; exit 1; }
+# The environment, and the versions to install: a torch that is already there stays as it is.
+$(VENV)/constraints.txt: constraints.txt
+	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11, 3.12 or 3.13; name one with make PYTHON=/path/to/python"; exit 1; }
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments; on Debian: apt install python3-venv"; exit 1; }
+	@there=$$($(VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null); \
+	pinned=$$(sed -n 's/^torch==//p' constraints.txt); \
+	case "$$there" in "" | "$$pinned" | "$$pinned"+*) ;; \
+		*) echo "Keeping torch $$there of $(VENV); constraints.txt has $$pinned, which 'make clean' makes room for." ;; esac; \
+	sed "s/^torch==.*/torch==$${there:-$$pinned}/" constraints.txt > $@
+
+# What weft itself needs; the tools of development come on top.
+$(VENV)/base: pyproject.toml $(VENV)/constraints.txt
 	@echo "Installing weft and PyTorch into $(VENV): about 1 GB for CPUs, 6 GB with CUDA; a few minutes."
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/installed: $(VENV)/base
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --quiet --editable '.[dev]'
 	@touch $@
 
 demo: $(VENV)/base
@@ -40,6 +53,11 @@ test: install
 
 test-all: install
 	$(PYTEST)
+
+# Other versions of PyTorch and Python, each in an environment of its own, 15 minutes for each pair;
+# make test-versions VERSIONS=2.15.0/3.13 tests one.
+test-versions:
+	$(PYTHON) scripts/test_versions.py $(VERSIONS)
 
 # Plants all faults of tests/mutation in all precisions: an hour and a half on two cores.
 mutation-score: install

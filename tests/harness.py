@@ -33,6 +33,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import logging
 import os
 import pickle
@@ -227,7 +228,7 @@ def processor_seconds() -> float:
 def _import_modules() -> None:
     """Import what ranks need, once for all of them: torch, and weft up to its tools."""
     logging.disable(logging.WARNING)  # torchao warns about kernels for other hardware
-    with contextlib.suppress(ModuleNotFoundError):  # PyTorch 2.11 does not have it
+    with contextlib.suppress(ModuleNotFoundError):  # not every PyTorch has it
         importlib.import_module("torch.profiler._cupti_monitor")  # the first step imports it
     for name in (
         "numpy",
@@ -256,7 +257,8 @@ def _import_modules() -> None:
             )
         ),
     ):
-        importlib.import_module(name)
+        if name != "weft.tools.lm_eval_model" or importlib.util.find_spec("lm_eval"):
+            importlib.import_module(name)
     logging.disable(logging.NOTSET)
     gc.freeze()  # else a collection in a rank would copy every page of these modules
 

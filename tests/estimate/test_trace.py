@@ -50,7 +50,8 @@ BASE: Overrides = [
     ("model.tied_embeddings", "false"),
     ("train.microbatch_size", "1"),
 ]
-# Bytes that real pipeline stages send in the first step to set up communication.
+# Bytes that real pipeline stages send in the first step to set up communication; torch 2.15
+# all-reduces them instead, before the first stage computes.
 GREETING = 4
 StepRecords = dict[str, dict[str, Any]]
 
@@ -108,11 +109,15 @@ def traffic(op_trace: OpTrace, mesh: Mesh, has_axes: bool = False) -> dict[str, 
     """
     groups = find_comm_groups(op_trace, mesh)
     results: dict[str, tuple[int, int]] = {}
+    has_computed = False
     for event in op_trace.events:
+        has_computed |= event.call is not None and event.call.flops > 0
         if event.call is None or not event.call.group:
             continue
         size = collective_bytes(event.call)
-        if event.call.name in ("send", "recv") and size == GREETING:
+        greets = event.call.name in ("send", "recv")
+        greets |= event.call.name == "all_reduce" and not has_computed
+        if greets and size == GREETING:
             continue
         group = groups[event.call.group]
         axis = group.axis if has_axes or group.num_ranks < dist.get_world_size() else "all"

@@ -28,13 +28,14 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.estimate import private_trace
-from weft.parallel import dtensor, private
+from weft.parallel import dtensor, private, private_schedules
 from weft.parallel.collectives import c10d_functional
 from weft.parallel.private import disable_recompile_limit
 from weft.train.setup import build
@@ -49,6 +50,24 @@ def test_without_fake_tensors_creates_real_tensors() -> None:
         with private.without_fake_tensors():
             assert torch.arange(3).tolist() == [0, 1, 2]
         assert isinstance(torch.arange(3), FakeTensor)
+
+
+def test_detach_with_version_sees_later_changes_of_the_tensor() -> None:
+    class Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        saved: list[torch.Tensor]
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.saved = [private.detach_with_version(out), out.detach()]
+            return out
+
+    with Saving() as mode:
+        result = torch.ones(2, requires_grad=True) * 2
+    versions = [tensor._version for tensor in mode.saved]
+    result.detach().add_(1)
+    assert [tensor._version for tensor in mode.saved] == [versions[0] + 1, versions[1]]
 
 
 def test_traceable_collectives_have_expected_arguments() -> None:
@@ -294,7 +313,8 @@ def test_pipeline_stage_infra_names_are_as_expected() -> None:
 def test_schedule_names_are_as_expected() -> None:
     runtime: Any = schedules._PipelineScheduleRuntime
     assert parameters(runtime._load_csv)[:2] == ["self", "filename"]
-    assert parameters(schedules._add_unshard_reshard) == ["compute_actions", "max_active_stages"]
+    names = ["compute_actions", "max_active_stages"]
+    assert parameters(schedules._add_unshard_reshard)[:2] == names
     order = ["compute_actions", "stage_to_rank", "num_stages"]
     assert parameters(schedules._add_send_recv)[:3] == order
     fields = ("stage_index", "computation_type", "microbatch_index", "sub_actions")
@@ -306,14 +326,31 @@ def test_schedule_names_are_as_expected() -> None:
     assert "] = _add_unshard_reshard(" in source
 
 
+def test_set_max_active_stages_replaces_the_number_of_the_schedule() -> None:
+    """torch 2.15 gives its schedules' own number, of three by default."""
+    actions = [schedules._Action(stage, schedules.FORWARD, 0) for stage in (0, 1, 2, 3)]
+    actions += [schedules._Action(stage, schedules.FULL_BACKWARD, 0) for stage in (3, 2, 1, 0)]
+    with private_schedules.set_max_active_stages(4):
+        order = schedules._add_unshard_reshard(actions, max_active_stages=3)
+    kinds = [action.computation_type for action in order]
+    assert kinds.count(schedules.UNSHARD) == 4  # with three: stage 0 once more
+
+
 def test_pipeline_stage_reduction_names_are_as_expected() -> None:
     stage: Any = PipelineStage
     backward = ["self", "backward_type", "bwd_kwargs", "last_backward"]
     assert parameters(stage.backward_maybe_with_nosync) == backward
     assert parameters(stage.perform_reduce_grad) == ["self", "grad_scale_factor"]
     # weft calls these after each microbatch, PyTorch after the last one.
-    source = inspect.getsource(stage.perform_reduce_grad)
-    for step in ("_state_ctx.all_states", ".post_backward()", "_root_post_backward_final_callback"):
+    source = inspect.getsource(
+        getattr(stage, "start_gradient_reduction", stage.perform_reduce_grad)
+    )
+    if "finalize_backward(" in source:  # torch 2.15
+        source = inspect.getsource(_fsdp_state.FSDPState.finalize_backward)
+        assert "self._validate_finalize_backward()" in source  # which weft replaces
+    else:
+        assert "_root_post_backward_final_callback" in source
+    for step in ("_state_ctx.all_states", ".post_backward()"):
         assert step in source
     assert hasattr(_fsdp_param_group.FSDPParamGroup, "post_backward")
     assert hasattr(_fsdp_state.FSDPState, "_root_post_backward_final_callback")

@@ -21,6 +21,7 @@ from weft.config.accelerators import GPU
 from weft.monitor.nvml import TIMED_OUT
 from weft.monitor.xid_watch import XIDS, describe_xid
 from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device
+from weft.version import untested_versions
 
 # Fractions of the specified speed below which a device gets a warning, and is bad.
 WARNING_FRACTION, BAD_FRACTION = 0.8, 0.5
@@ -57,7 +58,9 @@ FAULTY_NCCL_RELEASES = (
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """Check that torch, its CUDA and the driver are compatible."""
+    """Check that torch, its CUDA and the driver are compatible, and versions tested."""
+    for observation, remedy in untested_versions(facts.torch, facts.python):
+        yield warning(observation, remedy)
     gpus, torch = facts.gpus, facts.torch or "is missing"
     observation = f"torch {torch}, Python {facts.python}, kernel {facts.kernel}"
     if not facts.torch or (facts.device == GPU and gpus and not facts.cuda):

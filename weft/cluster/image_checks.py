@@ -35,6 +35,7 @@ from weft.cluster.node_facts import (
 )
 from weft.cluster.probes import run_tool
 from weft.cluster.variable_checks import check_variables
+from weft.version import untested_versions
 
 # NCCL and libfabric load these libraries by name.
 PLUGIN, CUDA_RUNTIME = "libnccl-net.so", "libcudart.so"
@@ -179,6 +180,8 @@ def check_image(facts: Facts, image: Image) -> list[Finding]:
 
 
 def _check_torch(facts: Facts, image: Image) -> Iterator[Finding]:
+    for observation, remedy in untested_versions(facts.torch, facts.python):
+        yield warning(observation, remedy)
     observation = f"torch {facts.torch or 'is missing'}, Python {facts.python}"
     if not facts.cuda:
         observation += ", built without CUDA" if facts.torch else ""

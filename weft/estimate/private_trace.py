@@ -90,12 +90,12 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     pipelines: Any = schedules
     # Stages first agree on their shapes, and read the answer from a received tensor, which has no
-    # data here.  So set each stage's shapes.  In torch 2.11 they send to their neighbors instead.
-    owner: Any = pipelines._PipelineSchedule
-    name = "_warmup_p2p"
-    replacement: Any = _set_static_shapes
-    if not hasattr(owner, name):
-        owner, name, replacement = PipelineStage, "_get_init_p2p_neighbors_ops", _no_p2p_ops
+    # data here.  So set each stage's shapes.  In torch 2.11 they send to their neighbors instead,
+    # and in torch 2.15 they do neither in a fake group.
+    agreements: list[tuple[Any, str, Any]] = [
+        (pipelines._PipelineSchedule, "_warmup_p2p", _set_static_shapes),
+        (PipelineStage, "_get_init_p2p_neighbors_ops", _no_p2p_ops),
+    ]
     isend = dist.isend
 
     def isend_and_keep(tensor: Tensor, *args: Any, **options: Any) -> _PendingSend:
@@ -104,7 +104,9 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
     with ExitStack() as stack:
         stack.callback(clear_mesh_cache)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(patch_attribute(owner, name, replacement))
+        for owner, name, replacement in agreements:
+            if hasattr(owner, name):
+                stack.enter_context(patch_attribute(owner, name, replacement))
         stack.enter_context(patch_attribute(dist, "all_gather_object", _all_gather_own_object))
         if keep_sent:
             for module in (dist, distributed_c10d):

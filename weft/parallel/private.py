@@ -17,8 +17,8 @@ not listed have no public counterpart that we know.
     from torch 2.13 on  `all_gather` and `reduce_scatter` (renamed: #186123), `move_fsdp_hooks`
                         (a mesh per parameter: #173509), `disable_recompile_limit` (an argument of
                         torch.compile), the gradients of `weft.parallel.collectives` (#168140)
-    after torch 2.13    `run_schedule` (lists of microbatches: #188500), `set_max_active_stages`
-                        (an argument of schedules: #193972)
+    from torch 2.14 on  `run_schedule` (lists of microbatches: #188500)
+    from torch 2.15 on  `set_max_active_stages` (an argument of schedules: #193972)
     not in torch 2.13   `use_reshard_mesh` (#153302), `create_tcp_store` (#173909)
 """
 
@@ -139,10 +139,10 @@ def detach_with_version(tensor: Tensor) -> Tensor:
 
     Inside a dispatch mode, ``Tensor.detach`` gives the view another one.
     """
-    from torch.utils.checkpoint import _detach_helper
-
-    detached: Tensor = _detach_helper(tensor)  # type: ignore[no-untyped-call]
-    return detached
+    # As `_detach_helper` of torch.utils.checkpoint, which torch 2.11 lacks.
+    core: Any = torch._C
+    with core._SetExcludeDispatchKeyGuard(core.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def select_saved_results(
@@ -538,6 +538,8 @@ def use_forward_only_order(schedule: Any) -> Iterator[None]:
     order = private._add_send_recv(
         forwards, stage_to_rank=lambda stage: stage_to_rank[stage], num_stages=schedule._num_stages
     )
+    if hasattr(private, "_add_wait_send"):  # from torch 2.15 on
+        order = private._add_wait_send(order)
     with patch_attribute(schedule, "pipeline_order_with_comms", order):
         yield
 
@@ -564,6 +566,10 @@ def wrap_backward(stage: Any, splits_backward: bool, reduce_scatter: bool) -> No
             the reduction after the last microbatch includes the replicas.
     """
     module = stage.submod
+    if reduce_scatter and is_fsdp_unit(module):
+        # torch 2.15 refuses to finish a backward pass while sums over a shard group have not been
+        # added over its replicas.  Here the last reduction of every unit does that.
+        _fsdp_state(module)._validate_finalize_backward = lambda: None
 
     def run(backward: Callable[..., Any], *args: Any, **options: Any) -> Any:
         is_input_half = not options.get("full_backward", True)
@@ -599,12 +605,15 @@ def _complete_gradients(group: Any) -> None:
     the dtype of the reduction; the second leaves gradients of matrices in the compute dtype.
     """
     params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-    is_mixed = any(param.unsharded_accumulated_grad is not None for param in params)
+    # torch 2.15 sums in `weight.grad`, in one dtype.
+    has_sums = any(hasattr(param, "to_accumulated_grad_if_needed") for param in params)
+    is_mixed = has_sums and any(param.unsharded_accumulated_grad is not None for param in params)
     for param in params:
         weight, total = param._unsharded_param, param.unsharded_accumulated_grad
         if weight.requires_grad and weight.grad is None and total is None:
             local = to_local(weight)  # perhaps in float8, which has no `zeros_like`
-            zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+            dtype = local.dtype if has_sums else weight.grad_dtype or local.dtype
+            zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
             weight.grad = shard_like(weight, zeros)
         if is_mixed:
             param.accumulate_unsharded_grad_if_needed()

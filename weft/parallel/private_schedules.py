@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,11 @@ def set_max_active_stages(num_stages: int) -> AbstractContextManager[None]:
     from torch.distributed.pipelining import schedules
 
     name = "_add_unshard_reshard"
-    add = partial(getattr(schedules, name), max_active_stages=num_stages)
+    original = getattr(schedules, name)
+
+    def add(actions: Any, **_: Any) -> Any:  # torch 2.15 gives its schedules' default of 3
+        return original(actions, max_active_stages=num_stages)
+
     return patch_attribute(schedules, name, add)
 
 

@@ -55,7 +55,10 @@ class WeightGradients:
             while pending:  # from the first layer to the last
                 weight, gradient = pending.pop()
                 if weight.is_leaf and weight.grad is None:
-                    weight.grad = gradient()  # autograd would copy it
+                    # Autograd would copy it.  From torch 2.15 on, FSDP lets weights accept only
+                    # gradients in the dtype of the reduction.
+                    value, dtype = gradient(), getattr(weight, "grad_dtype", None)
+                    weight.grad = value if dtype is None else value.to(dtype)
                 else:
                     torch.autograd.backward(weight, gradient())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 from math import nan
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from weft.checkpoint.best import find_best, get_best_metric
@@ -31,7 +33,7 @@ from weft.plan.plan_text import describe_float8, format_stages, run_title
 from weft.train.early_stopping import read_early_stop
 from weft.train.run_dir import count_epochs, epoch_warnings
 from weft.train.state import checkpoint_dir
-from weft.version import __version__
+from weft.version import __version__, untested_versions
 
 
 def print_plan(
@@ -59,7 +61,9 @@ def print_plan(
         console.print("\n".join(format_stages(plan)))
     if prediction is not None:
         console.print(f"predicted: {prediction}")
-    for text in filter(None, (*plan.warnings, warning)):
+    untested = untested_versions(torch.__version__, platform.python_version())
+    versions = (f"{fact}; {remedy}" for fact, remedy in untested)
+    for text in filter(None, (*plan.warnings, warning, *versions)):
         console.print(f"warning: {text}")
 
 
