@@ -47,7 +47,7 @@ VALUES = {
     "train.global_batch_size": ("1", "24", "256", "4096"),
     "train.microbatch_size": ("1", "2", "3", "8"),
     "train.seq_len": ("128", "1000", "8192", "131072"),
-    "parallel.ep_dispatch": ("padded", "deepep"),
+    "parallel.ep_dispatch": ("padded",),
     "parallel.ep": ("2", "3", "4", "8"),
     "pipeline.stages_per_rank": ("1", "2", "3", "auto"),
     "pipeline.layers_per_stage": ("1,1", "2,2", "3,1,2,2"),

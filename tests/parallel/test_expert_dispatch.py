@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from tests.harness import run_ranks
 from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size
+from tests.parallel.once_per_rank import OncePerRank
 from tests.parallel.test_expert_parallel import MODEL, TOLERANCE, step_results
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
@@ -26,9 +25,8 @@ from weft.config.schema import ParallelSection
 from weft.estimate.private_trace import fake_process_group
 from weft.models import layers
 from weft.models.decoder_config import DecoderConfig
-from weft.models.moe import Experts
+from weft.models.moe import Experts, Routing, sort_by_expert
 from weft.parallel import expert_dispatch
-from weft.parallel.deepep import DeepEP
 from weft.parallel.dispatchers import find_overflow
 from weft.parallel.expert_dispatch import (
     AllToAll,
@@ -50,12 +48,16 @@ class OwnAllToAll(AllToAll):
 
 
 OWN = f"{__name__}:OwnAllToAll"
+ONCE = "tests.parallel.once_per_rank:OncePerRank"
 # In float32.  The smallest capacity overflows in every step.
 OFTEN = [
     "dp_shard2 ep=2 ep_dispatch=padded ep_capacity_factor=1 ep_chunks=2",
     f"dp_shard2 ep=2 ep_dispatch={OWN} ep_chunks=2 activation_checkpoint.mode=full",
+    f"dp_shard2 ep=2 ep_dispatch={ONCE}",
 ]
 EXTRA = [
+    f"dp_shard4 ep=4 ep_dispatch={ONCE} activation_checkpoint.mode=full",
+    f"dp_shard2 pp2 ep=2 ep_dispatch={ONCE} pipeline.schedule=DualPipeV",
     "dp_shard2 ep=2 ep_dispatch=padded activation_checkpoint.mode=selective",
     "dp_shard4 ep=4 ep_dispatch=padded ep_capacity_factor=1.2",
     "dp_shard2 tp2 ep=2 ep_dispatch=padded ep_chunks=2",
@@ -73,6 +75,13 @@ EXTRA = [
 @pytest.mark.parametrize("layouts", group_by_ranks(OFTEN))
 def test_dispatch_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     check_many(layouts, store_path, lambda layout: MODEL, TOLERANCE)
+
+
+def test_dispatch_of_scaled_inputs_gradients_equal_one_process(store_path: Path) -> None:
+    """A token has another input for each of its experts."""
+    layouts = ["dp_shard2 ep=2", f"dp_shard2 ep=2 ep_dispatch={ONCE}"]
+    model = [*MODEL, ("model.scaled_expert_inputs", "true")]
+    check_many(layouts, store_path, lambda layout: model, TOLERANCE)
 
 
 @pytest.mark.slow
@@ -251,12 +260,17 @@ def test_records_of_a_step_that_starts_again_are_of_its_last_pass(store_path: Pa
 # --------------------------------------------------------------------------- order and waits
 
 CONFIG = DecoderConfig(dim=16, num_experts=8, active_experts=2, expert_dim=8)
+NUM_TOKENS = 12
 
 
-def random_rows(num_rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    experts = torch.randint(CONFIG.num_experts, (num_rows,), generator=generator)
-    counts_E = torch.bincount(experts, minlength=CONFIG.num_experts)
-    return torch.randn(num_rows, CONFIG.dim, generator=generator), counts_E
+def random_tokens(rank: int) -> tuple[Tensor, Routing]:
+    """Return tokens and their experts; tokens and weights require gradients."""
+    generator = torch.Generator().manual_seed(rank)
+    x_ND = torch.randn(NUM_TOKENS, CONFIG.dim, generator=generator).requires_grad_()
+    scores_NE = torch.rand(NUM_TOKENS, CONFIG.num_experts, generator=generator)
+    best = scores_NE.topk(CONFIG.active_experts)
+    routing = sort_by_expert(best.indices, best.values.requires_grad_(), CONFIG.num_experts)
+    return x_ND, routing
 
 
 def local_experts(rank: int, size: int) -> Experts:
@@ -269,42 +283,35 @@ def local_experts(rank: int, size: int) -> Experts:
 
 
 def apply_experts(
-    dispatch: Any,
-    num_chunks: int,
-    num_rows: int = 12,
-    forward: Any = None,
-    keys: Sequence[Tensor] = (),
+    dispatch: Any, num_chunks: int, forward: Any = None, keys: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """Return outputs of this rank's rows, and gradients of rows and weights."""
+    """Return outputs of this rank's tokens, and gradients of tokens and weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     experts = local_experts(rank, size)
-    rows_RD, counts_E = random_rows(num_rows, torch.Generator().manual_seed(rank))
-    rows_RD.requires_grad_()
+    x_ND, routing = random_tokens(rank)
     forward = forward or experts.forward
-    out_RD = apply_in_chunks(forward, dispatch, num_chunks, rows_RD, counts_E, *keys)
-    (out_RD * torch.arange(1, CONFIG.dim + 1)).sum().backward()
-    assert rows_RD.grad is not None
-    return [
-        out_RD.detach(),
-        rows_RD.grad,
-        *(p.grad for p in experts.parameters() if p.grad is not None),
-    ]
+    out_ND = apply_in_chunks(forward, dispatch, num_chunks, x_ND, routing, *keys)
+    (out_ND * torch.arange(1, CONFIG.dim + 1)).sum().backward()
+    leaves = (x_ND, routing.weights_NA, *experts.parameters())
+    return [out_ND.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def apply_experts_with_keys(dispatch: Any, num_chunks: int) -> list[Tensor]:
-    """Return outputs and gradients of rows times their keys, and the expected ones."""
-    keys = [torch.randint(-(2**31), 2**31, (12,), dtype=torch.int32) for _ in range(2)]
+    """Return outputs and gradients of tokens times their keys, and the expected ones."""
+    torch.manual_seed(dist.get_rank())
+    keys = [torch.randint(-(2**31), 2**31, (NUM_TOKENS,), dtype=torch.int32) for _ in range(2)]
 
     def forward(rows_QD: Tensor, counts_L: Tensor, *keys_Q: Tensor) -> Tensor:
         for key_Q in keys_Q:
             rows_QD = rows_QD * (key_Q % 1009).unsqueeze(1)
         return rows_QD
 
-    torch.manual_seed(dist.get_rank())
-    out_RD, grad_RD = apply_experts(dispatch, num_chunks, 12, forward, keys)
-    factors_R1 = (keys[0] % 1009 * (keys[1] % 1009)).unsqueeze(1)
-    rows_RD, _ = random_rows(12, torch.Generator().manual_seed(dist.get_rank()))
-    return [out_RD, rows_RD * factors_R1, grad_RD, torch.arange(1, CONFIG.dim + 1) * factors_R1]
+    out_ND, grad_ND, _ = apply_experts(dispatch, num_chunks, forward, keys)
+    x_ND, routing = random_tokens(dist.get_rank())
+    factors_N1 = (keys[0] % 1009 * (keys[1] % 1009)).unsqueeze(1)
+    factors_N1 = (factors_N1 * routing.weights_NA.sum(1, keepdim=True)).detach()
+    expected_grad = torch.arange(1, CONFIG.dim + 1) * factors_N1
+    return [out_ND, x_ND.detach() * factors_N1, grad_ND, expected_grad]
 
 
 def events_of_chunks(num_chunks: int, is_padded: bool) -> list[str]:
@@ -351,7 +358,7 @@ def events_of_chunks(num_chunks: int, is_padded: bool) -> list[str]:
         patch.object(expert_dispatch, "_start", record_start),
         patch.object(expert_dispatch, "_wait", record_wait),
     ):
-        apply_experts(dispatch, num_chunks, forward=forward)
+        apply_experts(dispatch, num_chunks, forward)
     return events
 
 
@@ -369,84 +376,30 @@ def close_after_error() -> tuple[int, int]:
     spies = {name: partial(counted, name, getattr(expert_dispatch, name)) for name in calls}
     dispatch = AllToAll(dist.group.WORLD, ParallelSection(ep_chunks=2))  # type: ignore[arg-type]
     with patch.multiple(expert_dispatch, **spies), pytest.raises(KeyError):
-        apply_experts(dispatch, 2, forward=fail)
+        apply_experts(dispatch, 2, fail)
     return calls["_start"], calls["_wait"]
-
-
-class Buffer:
-    """The documented calls of ``deep_ep.Buffer``, on gloo, with rows for one expert each."""
-
-    def __init__(self, group: Any, nvlink_bytes: int, rdma_bytes: int) -> None:
-        widths = CONFIG.dim, CONFIG.dim + 8  # with two keys
-        assert (nvlink_bytes, rdma_bytes) in [(2 * 4 * width, 3 * 4 * width) for width in widths]
-        self.size = dist.get_world_size(group)
-
-    @staticmethod
-    def get_dispatch_config(size: int) -> Any:
-        return SimpleNamespace(
-            get_nvl_buffer_size_hint=lambda row_bytes, size: size * row_bytes,
-            get_rdma_buffer_size_hint=lambda row_bytes, size: row_bytes,
-        )
-
-    @staticmethod
-    def get_combine_config(size: int) -> Any:
-        return SimpleNamespace(
-            get_nvl_buffer_size_hint=lambda row_bytes, size: row_bytes,
-            get_rdma_buffer_size_hint=lambda row_bytes, size: 3 * row_bytes,
-        )
-
-    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> Any:
-        rank_R = topk_idx[:, 0] // (num_experts // self.size)
-        per_rank = torch.bincount(rank_R, minlength=self.size)
-        per_expert = torch.bincount(topk_idx[:, 0], minlength=num_experts)
-        is_in_rank = rank_R.unsqueeze(1) == torch.arange(self.size)
-        return per_rank, None, per_expert, is_in_rank, None
-
-    def dispatch(self, x: Tensor, handle: Any = None, **layout: Any) -> Any:
-        if handle is None:
-            is_in_rank, topk_idx = layout["is_token_in_rank"], layout["topk_idx"]
-            assert layout["topk_weights"].shape == topk_idx.shape
-            sent = layout["num_tokens_per_rank"].tolist()
-            received = torch.empty(self.size, dtype=torch.int64)
-            dist.all_to_all_single(received, layout["num_tokens_per_rank"])
-            order = torch.cat([is_in_rank[:, rank].nonzero()[:, 0] for rank in range(self.size)])
-            handle = order, sent, received.tolist()
-            local = topk_idx % (len(layout["num_tokens_per_expert"]) // self.size)
-            return self._send(x, handle), self._send(local, handle), None, None, handle, None
-        assert not layout
-        return self._send(x, handle), None, None, None, None, None
-
-    def _send(self, x: Tensor, handle: Any) -> Tensor:
-        order, sent, received = handle
-        out = x.new_empty(sum(received), x.shape[1])
-        dist.all_to_all_single(out, x[order].contiguous(), received, sent)
-        return out
-
-    def combine(self, x: Tensor, handle: Any) -> Any:
-        order, sent, received = handle
-        back = x.new_empty(sum(sent), x.shape[1])
-        dist.all_to_all_single(back, x, sent, received)
-        return torch.zeros_like(back).index_add_(0, order, back), None, None
 
 
 def unit_results() -> dict[str, Any]:
     """Return what the tests below check, from one world."""
     world: Any = dist.group.WORLD
-    sys.modules["deep_ep"] = SimpleNamespace(Buffer=Buffer)  # type: ignore[assignment]
+    once = OncePerRank(world, ParallelSection())
     section = ParallelSection(ep_capacity_factor=8)
     in_chunks = ParallelSection(ep_capacity_factor=8, ep_chunks=2)
     return {
         "experts": {
             "alltoall": apply_experts(AllToAll(world, section), 1),
             "padded": apply_experts(PaddedAllToAll(world, section), 1),
-            "deepep": apply_experts(DeepEP(world, section), 1),
+            "once per rank": apply_experts(once, 1),
             "chunks": apply_experts(AllToAll(world, in_chunks), 2),
             "padded chunks": apply_experts(PaddedAllToAll(world, in_chunks), 2),
         },
         "keys": {
             "alltoall": apply_experts_with_keys(AllToAll(world, section), 1),
             "padded chunks": apply_experts_with_keys(PaddedAllToAll(world, in_chunks), 2),
+            "once per rank": apply_experts_with_keys(OncePerRank(world, section), 1),
         },
+        "num_sent": once.num_sent,
         "events": {
             (chunks, padded): events_of_chunks(chunks, padded)
             for chunks, padded in ((1, False), (2, False), (2, True), (4, False))
@@ -461,27 +414,34 @@ def units() -> list[dict[str, Any]]:
 
 
 def test_dispatch_outputs_and_gradients_equal_one_device(units: list[dict[str, Any]]) -> None:
-    experts, rows, grads = local_experts(0, 1), [], []
+    experts, tokens, grads = local_experts(0, 1), [], []
     for rank, result in enumerate(units):
-        rows_RD, counts_E = random_rows(12, torch.Generator().manual_seed(rank))
-        rows_RD.requires_grad_()
-        out_RD = experts(rows_RD, counts_E)
-        (out_RD * torch.arange(1, CONFIG.dim + 1)).sum().backward()
-        rows.append([out_RD.detach(), rows_RD.grad])
+        x_ND, routing = random_tokens(rank)
+        out_ND = routing.combine(experts(routing.expand(x_ND), routing.counts_E))
+        (out_ND * torch.arange(1, CONFIG.dim + 1)).sum().backward()
+        tokens.append([out_ND.detach(), x_ND.grad, routing.weights_NA.grad])
         grads.append(result["experts"])
     weights = [param.grad for param in experts.parameters()]
     for name in grads[0]:
         for rank, result in enumerate(grads):
             local = [grad.chunk(2)[rank] for grad in weights if grad is not None]
-            for value, expected in zip(result[name], [*rows[rank], *local], strict=True):
+            for value, expected in zip(result[name], [*tokens[rank], *local], strict=True):
                 torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_keys_travel_with_their_rows(units: list[dict[str, Any]]) -> None:
+def test_dispatcher_of_tokens_sends_each_once_to_a_rank(units: list[dict[str, Any]]) -> None:
+    """And not once for each of its experts."""
+    for rank, result in enumerate(units):
+        ranks_NA = random_tokens(rank)[1].chosen_NA // (CONFIG.num_experts // 2)
+        expected = sum(len(set(ranks)) for ranks in ranks_NA.tolist())
+        assert result["num_sent"] == expected < ranks_NA.numel()
+
+
+def test_keys_travel_with_their_tokens(units: list[dict[str, Any]]) -> None:
     for result in units:
-        for out_RD, expected, grad_RD, expected_grad in result["keys"].values():
-            torch.testing.assert_close(out_RD, expected)
-            torch.testing.assert_close(grad_RD, expected_grad.to(grad_RD.dtype))
+        for out_ND, expected, grad_ND, expected_grad in result["keys"].values():
+            torch.testing.assert_close(out_ND, expected)
+            torch.testing.assert_close(grad_ND, expected_grad.to(grad_ND.dtype))
 
 
 # Exchanges are numbered as they start.  In forward, 0 and 1 are the rows of both chunks, and 2 and
@@ -532,14 +492,17 @@ def test_padded_dispatch_reads_nothing_on_the_host(
     section = ParallelSection(ep_chunks=num_chunks)
     experts = local_experts(0, 2).to(torch.bfloat16)
     with fake_process_group(0, 2, True), FakeTensorMode(allow_non_fake_inputs=True):
-        rows = torch.randn(16, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
-        counts_E = torch.full((CONFIG.num_experts,), 2)
+        x_ND = torch.randn(8, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
+        weights_NA = torch.ones(8, 2, requires_grad=True)
+        chosen_NA = torch.zeros(8, 2, dtype=torch.int64)
+        routing = sort_by_expert(chosen_NA, weights_NA, CONFIG.num_experts)
         world: Any = dist.group.WORLD
         run = partial(apply_in_chunks, experts.forward)
-        run(PaddedAllToAll(world, section), num_chunks, rows, counts_E).sum().backward()
-        assert rows.grad is not None
+        run(PaddedAllToAll(world, section), num_chunks, x_ND, routing).sum().backward()
+        assert x_ND.grad is not None
+        assert weights_NA.grad is not None
         with pytest.raises(DataDependentOutputException):
-            run(AllToAll(world, section), num_chunks, rows, counts_E)
+            run(AllToAll(world, section), num_chunks, x_ND, routing)
 
 
 class OwnPaddedAllToAll(PaddedAllToAll):
@@ -582,7 +545,6 @@ def resolve_job(*overrides: tuple[str, str], device: str = "cpu") -> Plan:
     ("overrides", "message"),
     [
         ([("parallel.ep_chunks", "3")], "does not divide the 2 experts of a rank"),
-        ([("parallel.ep_dispatch", "deepep")], "needs GPUs"),
         (
             [("parallel.ep_dispatch", "padded"), ("debug.autograd_anomaly", "true")],
             "gradients that parallel.ep shards",
@@ -592,21 +554,6 @@ def resolve_job(*overrides: tuple[str, str], device: str = "cpu") -> Plan:
 def test_dispatch_invalid_keys_are_refused(overrides: list[tuple[str, str]], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         resolve_job(*overrides)
-
-
-def test_deepep_unsupported_keys_are_refused() -> None:
-    chunks, name = ("parallel.ep_chunks", "2"), ("parallel.ep_dispatch", "deepep")
-    dtype = ("precision.compute_dtype", "float32")
-    with pytest.raises(InvalidConfig, match="does not work with parallel"):
-        resolve_job(chunks, name, device="cuda")
-    with pytest.raises(InvalidConfig, match="exchanges bfloat16"):
-        resolve_job(name, dtype, device="cuda")
-    lora = ("lora.rank", "2"), ("lora.dropout", "0.1")
-    with pytest.raises(InvalidConfig, match="adds columns to the rows"):
-        resolve_job(*lora, name, device="cuda")
-    odd = ("model.dim", "24"), ("model.num_heads", "3"), ("model.num_kv_heads", "3")
-    with pytest.raises(InvalidConfig, match=r"needs a multiple of 16 as model\.dim, which is 24"):
-        resolve_job(*odd, name, device="cuda")
 
 
 def test_dispatch_without_effect_is_a_warning() -> None:

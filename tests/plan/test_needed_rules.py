@@ -554,23 +554,6 @@ NOT_RUN = [
         "reshard_after_forward=2",
         MANY,
     ),
-    # weft.plan.dispatch_rules
-    *(
-        NotRun(
-            key,
-            rule,
-            f"{MOE} dp_shard8 ep=8 model.num_experts=16 ep_dispatch=deepep {words}",
-            GPU,
-            machine,
-        )
-        for key, rule, words, machine in (
-            ("parallel.ep_dispatch", "needs GPUs", "", None),
-            ("parallel.ep_dispatch", "exchanges bfloat16", "precision.compute_dtype=float32", CUDA),
-            ("parallel.ep_dispatch", "needs a multiple", "model.dim=40 model.head_dim=8", CUDA),
-            ("lora.dropout", "adds columns", "lora.rank=4 lora.dropout=0.1", CUDA),
-            ("parallel.ep_chunks", "does not work with", "ep_chunks=2", CUDA),
-        )
-    ),
     # weft.plan.optim_rules, weft.plan.precision_rules
     NotRun(
         "optim.state_dtype",

@@ -619,8 +619,7 @@ class ParallelSection(Section):
     ep_dispatch: Text = key(
         "alltoall",
         "ep: exchange of tokens. alltoall: of exact numbers, which the host waits for once per "
-        "layer; padded: of buffers of a fixed size, without a wait; deepep: by the kernels of "
-        "DeepEP, on GPUs; or module:Name of your own",
+        "layer; padded: of buffers of a fixed size, without a wait; or module:Name of your own",
     )
     ep_capacity_factor: Annotated[float, Field(ge=1)] = key(
         2.0,

@@ -203,7 +203,14 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """One feed-forward layer per expert."""
+    """One feed-forward layer per expert.
+
+    Attributes:
+        exchanges_tokens: they are on several ranks, and ``forward`` is
+            `weft.parallel.expert_dispatch.apply_in_chunks`.
+    """
+
+    exchanges_tokens = False
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -272,32 +279,76 @@ class MoE(nn.Module):
         """
         x_ND = x_BTD.flatten(0, 1)
         chosen_NA, weights_NA = self.router(x_ND, len(x_BTD))
-        experts_E = torch.arange(self.router.config.num_experts, device=x_ND.device)
-        # Stable, so that each expert's tokens keep their order.
-        sorted_R, order_R = chosen_NA.flatten().sort(stable=True)
-        ends_E = torch.searchsorted(sorted_R, experts_E, right=True)
-        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        keys = [each_BT.flatten() for each_BT in self.token_keys()]
+        num_active = chosen_NA.shape[1]
+        if self.scales_inputs:  # each expert has its own input, a token with one expert
+            x_ND = (x_ND.unsqueeze(1) * weights_NA.unsqueeze(2).to(x_ND.dtype)).flatten(0, 1)
+            keys = [key_N.repeat_interleave(num_active) for key_N in keys]
+            chosen_NA, weights_NA = (
+                t.view(-1, 1) for t in (chosen_NA, torch.ones_like(weights_NA))
+            )
+        routing = sort_by_expert(chosen_NA, weights_NA, self.router.config.num_experts)
         if (step := self.router.step) is not None and torch.is_grad_enabled():
-            step.add(step.loads_E, counts_E)
-        inverse_R = torch.empty_like(order_R).scatter_(
-            0, order_R, torch.arange(len(order_R), device=order_R.device)
-        )
-        tokens_RD = run_function(Permute, x_ND, order_R, inverse_R)
-        if self.scales_inputs:
-            scales_R = run_function(Permute, weights_NA.flatten(), order_R, inverse_R)
-            tokens_RD = tokens_RD * scales_R.unsqueeze(1).to(x_ND.dtype)
-            weights_NA = torch.ones_like(weights_NA)
-        keys = [each_BT.flatten()[order_R // chosen_NA.shape[1]] for each_BT in self.token_keys()]
+            step.add(step.loads_E, routing.counts_E)
         besides: tuple[Tensor, ...] = ()
-        if beside is None:
-            tokens_RD = self.experts(tokens_RD, counts_E, *keys)
+        if not self.experts.exchanges_tokens:
+            rows_RD, keys = routing.expand(x_ND), [key_N[routing.tokens_R] for key_N in keys]
+            out_ND = routing.combine(self.experts(rows_RD, routing.counts_E, *keys))
+        elif beside is None:
+            out_ND = self.experts(x_ND, routing, *keys)
         else:
-            tokens_RD, *besides = self.experts(tokens_RD, counts_E, *keys, beside=beside)
-        tokens_RD = run_function(Permute, tokens_RD, inverse_R, order_R)
-        # bmm accumulates in float32, and does not save A scaled rows per token for backward.
-        outputs_NAD = tokens_RD.view(*chosen_NA.shape, x_ND.shape[1])
-        out_ND = torch.bmm(weights_NA.to(x_ND.dtype).unsqueeze(1), outputs_NAD).squeeze(1)
+            out_ND, *besides = self.experts(x_ND, routing, *keys, beside=beside)
+        if self.scales_inputs:
+            out_ND = out_ND.view(-1, num_active, out_ND.shape[1]).sum(1)
         return out_ND.view_as(x_BTD), *besides
+
+
+class Routing(NamedTuple):
+    """The experts of N tokens.
+
+    Attributes:
+        chosen_NA: int64, different experts of each token.
+        weights_NA: float32, of their outputs; needs a gradient.
+        counts_E: int64, tokens of each expert.
+        order_R: int64, positions in the flattened ``chosen_NA``, by expert.  The tokens of an
+            expert keep their order.
+        inverse_R: int64, place in ``order_R`` of each position.
+    """
+
+    chosen_NA: Tensor
+    weights_NA: Tensor
+    counts_E: Tensor
+    order_R: Tensor
+    inverse_R: Tensor
+
+    @property
+    def tokens_R(self) -> Tensor:
+        """The token of each row."""
+        return self.order_R // self.chosen_NA.shape[1]
+
+    def expand(self, x_ND: Tensor) -> Tensor:
+        """Return a row for each token and expert, sorted by expert."""
+        return run_function(Permute, x_ND, self.order_R, self.inverse_R)
+
+    def combine(self, rows_RD: Tensor) -> Tensor:
+        """Return the weighted sum of each token's rows, ``[N, D]``."""
+        rows_RD = run_function(Permute, rows_RD, self.inverse_R, self.order_R)
+        # bmm accumulates in float32, and does not save A scaled rows per token for backward.
+        outputs_NAD = rows_RD.view(*self.chosen_NA.shape, rows_RD.shape[1])
+        return torch.bmm(self.weights_NA.to(rows_RD.dtype).unsqueeze(1), outputs_NAD).squeeze(1)
+
+
+def sort_by_expert(chosen_NA: Tensor, weights_NA: Tensor, num_experts: int) -> Routing:
+    """Count the tokens of each expert, and find their order by expert."""
+    experts_E = torch.arange(num_experts, device=chosen_NA.device)
+    # Stable, so that each expert's tokens keep their order.
+    sorted_R, order_R = chosen_NA.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(sorted_R, experts_E, right=True)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    inverse_R = torch.empty_like(order_R).scatter_(
+        0, order_R, torch.arange(len(order_R), device=order_R.device)
+    )
+    return Routing(chosen_NA, weights_NA, counts_E, order_R, inverse_R)
 
 
 class Permute(torch.autograd.Function):

@@ -14,35 +14,26 @@ from weft.config.errors import lookup
 from weft.config.schema import ParallelSection
 from weft.parallel.expert_dispatch import (
     AllToAll,
-    Dispatcher,
     DispatcherFactory,
     Overflow,
     PaddedAllToAll,
     apply_in_chunks,
 )
 
-
-def _build_deepep(group: dist.ProcessGroup, section: ParallelSection) -> Dispatcher:
-    from weft.parallel.deepep import DeepEP
-
-    return DeepEP(group, section)
-
-
 DISPATCHERS: Mapping[str, DispatcherFactory] = {
     "alltoall": AllToAll,
     "padded": PaddedAllToAll,
-    "deepep": _build_deepep,
 }
 
 
 def enable_dispatch(
     layers: Iterable[nn.Module], group: dist.ProcessGroup, section: ParallelSection
 ) -> None:
-    """Let experts exchange rows with the ranks of ``group``, in place."""
+    """Let experts exchange tokens with the ranks of ``group``, in place."""
     factory: DispatcherFactory = lookup(section.ep_dispatch, DISPATCHERS)
     dispatcher = factory(group, section)
     for experts in layers:
-        vars(experts)["dispatcher"] = dispatcher
+        vars(experts).update(dispatcher=dispatcher, exchanges_tokens=True)
         experts.forward = partial(apply_in_chunks, experts.forward, dispatcher, section.ep_chunks)
 
 

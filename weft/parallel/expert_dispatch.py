@@ -1,12 +1,13 @@
-"""Exchange of rows between the ranks that share experts.
+"""Exchange of tokens between the ranks that share experts.
 
-`weft.parallel.expert_parallel` shards the experts.  A *dispatcher* sends each row to the rank of
-its expert, and returns the result to the rank of its token (``parallel.ep_dispatch``):
+`weft.parallel.expert_parallel` shards the experts.  A *dispatcher* sends tokens to the ranks of
+their experts, and returns the weighted sum of each token's results (``parallel.ep_dispatch``).  It
+gets whole tokens, with their experts and weights, so it may send a token once to each rank that
+has some of its experts.  The dispatchers here send a *row* for each token and expert:
 
     alltoall      as many rows as there are; the host waits to read their numbers, once per layer
     padded        room for ``parallel.ep_capacity_factor`` times the rows of perfect balance, from
                   each rank to each other; the host waits for nothing
-    deepep        the kernels of DeepEP: see `weft.parallel.deepep`
     module:Name   a user's: see `Dispatcher`
 
 *Padded.*  A rank sends C rows to each rank of its group, of which the counts, a tensor, say how
@@ -21,9 +22,10 @@ An exchange is two nodes of the graph, its start and its arrival.  Autograd runs
 graph in reverse order, so backward overlaps like forward.  Each expert has the rows that it has
 without chunks, and other chunks add zeros to the gradients of its weights, so no bit changes.
 
-Shapes in names: R rows sorted by all E experts, P ranks of the group, N chunks, L = E / P experts
-of a rank, M = L / N experts of a rank and chunk, C rows of a rank for another rank and chunk, Q
-rows of a chunk that a rank receives, D model width.
+Shapes in names: N tokens of this rank, A experts of a token, R = N * A rows sorted by all E
+experts, P ranks of the group, H chunks, L = E / P experts of a rank, M = L / H experts of a rank
+and chunk, C rows of a rank for another rank and chunk, Q rows of a chunk that a rank receives, D
+model width.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from torch import Tensor
 
 from weft.config.schema import ParallelSection
 from weft.models.layers import group_sizes, is_fake, run_function
+from weft.models.moe import Routing
 from weft.parallel.collectives import c10d_functional
 
 # Called before a pass waits for rows: see `weft.parallel.pass_overlap`.
@@ -46,7 +49,7 @@ during_exchange: list[Callable[[], None]] = []
 
 
 class Dispatch(Protocol):
-    """The dispatch of the rows of a layer, and the return of the results.
+    """The dispatch of the tokens of a layer, and the return of the results.
 
     `apply_in_chunks` calls the first three methods for each chunk, in the order of the chunks.
     """
@@ -55,7 +58,9 @@ class Dispatch(Protocol):
         """Start to send the rows of a chunk to the ranks of their experts."""
 
     def receive(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the received rows, sorted by expert, and a count for each of L experts.
+        """Return received rows, sorted by expert, and a count for each of L experts.
+
+        There is a row for each received token and each of its experts on this rank.
 
         Rows after the last group have no expert; their results may have any value.
         """
@@ -64,26 +69,29 @@ class Dispatch(Protocol):
         """Start to return the results of a chunk; the rows are as `receive` returned them."""
 
     def result(self) -> Tensor:
-        """Wait for all results; return them in the order of this rank's rows, ``[R, D]``."""
+        """Wait for all results; return the weighted sum of each token's, ``[N, D]``.
+
+        The weights, `weft.models.moe.Routing.weights_NA`, need their gradient.
+        """
 
     def close(self) -> None:
         """Wait for all that was started, if an exception or a recomputation ended early."""
 
 
 class Dispatcher(Protocol):
-    """Begins the dispatch of rows, for the layers of a model part.
+    """Begins the dispatch of tokens, for the layers of a model part.
 
     ``parallel.ep_dispatch = "module:Name"`` calls ``Name(group, section)`` once for each part, with
     the ranks that share experts and the section ``[parallel]``.
     """
 
-    def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> Dispatch:
-        """Begin to dispatch rows.
+    def __call__(self, x_ND: Tensor, routing: Routing) -> Dispatch:
+        """Begin to dispatch tokens.
 
         Args:
-            rows_RD: sorted by expert.  With dropout they are wider than the results, and some of
-                their columns are bits of integers, to be moved only.
-            counts_E: int64, number of rows of each expert.
+            x_ND: the tokens.  With dropout they are wider than the results, and some of their
+                columns are bits of integers, to be moved only.
+            routing: the experts of each token and their weights.
         """
 
 
@@ -94,22 +102,23 @@ def apply_in_chunks(
     forward: Callable[..., Tensor],
     dispatcher: Dispatcher,
     num_chunks: int,
-    rows_RD: Tensor,
-    counts_E: Tensor,
-    *keys_R: Tensor,
+    x_ND: Tensor,
+    routing: Routing,
+    *keys_N: Tensor,
     beside: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
 ) -> Any:
-    """Apply the group's experts to this rank's rows; see `Experts.forward`.
+    """Return the weighted sum of the outputs of each token's experts, ``[N, D]``.
 
-    Keys are int32.  Their bits are more columns of the rows, so that every dispatcher sends them.
+    Keys are values of the tokens for `Experts.forward`, int32.  Their bits are more columns of the
+    tokens, so that every dispatcher sends them.
 
     ``beside`` is a function and its input, to compute while the first rows travel.  Autograd runs
     its backward pass while the gradients of these rows travel: after the arrival of the rows in
     the graph, before their start.  Then the result is that of the rows and that of the function.
     """
-    dim, besides = rows_RD.shape[1], list[Tensor]()
-    columns = [key_R.unsqueeze(1).view(rows_RD.dtype) for key_R in keys_R]
-    dispatch = dispatcher(torch.cat((rows_RD, *columns), dim=1) if columns else rows_RD, counts_E)
+    dim, besides = x_ND.shape[1], list[Tensor]()
+    columns = [key_N.unsqueeze(1).view(x_ND.dtype) for key_N in keys_N]
+    dispatch = dispatcher(torch.cat((x_ND, *columns), dim=1) if columns else x_ND, routing)
     try:
         dispatch.start(0)
         for chunk in range(num_chunks):
@@ -119,7 +128,7 @@ def apply_in_chunks(
                 function, x = beside
                 besides.append(function(x))
             rows_QD, counts_L = dispatch.receive(chunk)
-            rows_QD, *keys_Q = _split_columns(rows_QD, dim, len(keys_R))
+            rows_QD, *keys_Q = _split_columns(rows_QD, dim, len(keys_N))
             dispatch.send_back(chunk, forward(rows_QD, counts_L, *keys_Q))
         results = [dispatch.result(), *besides]
         return results[0] if beside is None else tuple(results)
@@ -141,9 +150,9 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup, section: ParallelSection) -> None:
         self.group, self.num_chunks = group, section.ep_chunks
 
-    def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> _RowDispatch:
+    def __call__(self, x_ND: Tensor, routing: Routing) -> _RowDispatch:
         """See `Dispatcher`."""
-        return _RowDispatch(rows_RD, counts_E, self.group, self.num_chunks, None)
+        return _RowDispatch(x_ND, routing, self.group, self.num_chunks, None)
 
 
 class PaddedAllToAll(AllToAll):
@@ -159,14 +168,15 @@ class PaddedAllToAll(AllToAll):
         super().__init__(group, section)
         self.factor = section.ep_capacity_factor
 
-    def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> _RowDispatch:
+    def __call__(self, x_ND: Tensor, routing: Routing) -> _RowDispatch:
         """See `Dispatcher`.  Evaluation, which computes nothing again, has exact sizes."""
         if not torch.is_grad_enabled() or (self.overflow is not None and self.overflow.is_exact):
-            return super().__call__(rows_RD, counts_E)
-        capacity = row_capacity(len(rows_RD), self.group.size() * self.num_chunks, self.factor)
-        dispatch = _RowDispatch(rows_RD, counts_E, self.group, self.num_chunks, capacity)
+            return super().__call__(x_ND, routing)
+        num_rows = len(routing.order_R)
+        capacity = row_capacity(num_rows, self.group.size() * self.num_chunks, self.factor)
+        dispatch = _RowDispatch(x_ND, routing, self.group, self.num_chunks, capacity)
         if self.overflow is not None:
-            self.overflow.count.add_((dispatch.sent_PN > capacity).sum())
+            self.overflow.count.add_((dispatch.sent_PH > capacity).sum())
         return dispatch
 
 
@@ -218,35 +228,36 @@ class _RowDispatch:
     """All-to-all of rows; see the module docstring.
 
     Args:
-        rows_RD: sorted by expert.
-        counts_E: int64, rows per expert.
+        x_ND: the tokens.
+        routing: their experts.
         group: ranks that share experts.
-        num_chunks: N.
+        num_chunks: H.
         capacity: C; None: exact sizes.
     """
 
     def __init__(
         self,
-        rows_RD: Tensor,
-        counts_E: Tensor,
+        x_ND: Tensor,
+        routing: Routing,
         group: dist.ProcessGroup,
         num_chunks: int,
         capacity: int | None,
     ) -> None:
-        size = group.size()
+        self.routing = routing
+        rows_RD, counts_E, size = routing.expand(x_ND), routing.counts_E, group.size()
         self.group, self.capacity, self.num_chunks = group, capacity, num_chunks
         per_rank = [len(counts_E) // size] * size
-        self.sent_PN = counts_E.view(size, num_chunks, -1).sum(2)
+        self.sent_PH = counts_E.view(size, num_chunks, -1).sum(2)
         received_E = _wait(_start(counts_E, per_rank, per_rank, group))
-        self.received_PNM = received_E.view(size, num_chunks, -1)
+        self.received_PHM = received_E.view(size, num_chunks, -1)
         if capacity is None:
             self.sent, self.received = self._read_sizes(len(rows_RD))
         else:
             self.sent = self.received = [[capacity] * size] * num_chunks
             # An overflow loses rows; the others remain in their groups.
-            ends_PNM = self.received_PNM.cumsum(2).clamp(max=capacity)
-            self.received_PNM = ends_PNM.diff(
-                dim=2, prepend=ends_PNM.new_zeros(size, num_chunks, 1)
+            ends_PHM = self.received_PHM.cumsum(2).clamp(max=capacity)
+            self.received_PHM = ends_PHM.diff(
+                dim=2, prepend=ends_PHM.new_zeros(size, num_chunks, 1)
             )
         self.position_R: Tensor | None = None  # of rows among those to send, chunk by chunk
         if num_chunks > 1 or capacity is not None:
@@ -260,30 +271,30 @@ class _RowDispatch:
 
     def _read_sizes(self, num_rows: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the rows to send to and receive from each rank, for each chunk."""
-        sizes = [self.sent_PN.t(), self.received_PNM.sum(2).t()]
-        if not is_fake(self.sent_PN):
+        sizes = [self.sent_PH.t(), self.received_PHM.sum(2).t()]
+        if not is_fake(self.sent_PH):
             sent, received = torch.stack(sizes).tolist()
             return sent, received
-        balanced = group_sizes(self.sent_PN.flatten(), num_rows)
+        balanced = group_sizes(self.sent_PH.flatten(), num_rows)
         sent = [balanced[i :: self.num_chunks] for i in range(self.num_chunks)]
         return sent, sent
 
     def _find_positions(self, num_rows: int) -> Tensor:
         """Return the position of each row: those of a chunk for a rank are neighbors."""
-        sizes_PN = self.sent_PN.flatten()
+        sizes_PH = self.sent_PH.flatten()
         if self.capacity is None:
-            sizes_NP = self.sent_PN.t().flatten()
-            starts_NP = sizes_NP.cumsum(0) - sizes_NP
+            sizes_HP = self.sent_PH.t().flatten()
+            starts_HP = sizes_HP.cumsum(0) - sizes_HP
         else:
-            starts_NP = torch.arange(len(sizes_PN), device=sizes_PN.device) * self.capacity
-        starts_PN = starts_NP.view(self.num_chunks, -1).t().flatten()
-        ends_PN = sizes_PN.cumsum(0)
-        rows_R = torch.arange(num_rows, device=ends_PN.device)
-        group_R = torch.searchsorted(ends_PN, rows_R, right=True)
-        index_R = rows_R - (ends_PN - sizes_PN)[group_R]
+            starts_HP = torch.arange(len(sizes_PH), device=sizes_PH.device) * self.capacity
+        starts_PH = starts_HP.view(self.num_chunks, -1).t().flatten()
+        ends_PH = sizes_PH.cumsum(0)
+        rows_R = torch.arange(num_rows, device=ends_PH.device)
+        group_R = torch.searchsorted(ends_PH, rows_R, right=True)
+        index_R = rows_R - (ends_PH - sizes_PH)[group_R]
         if self.capacity is not None:
             index_R = index_R.clamp(max=self.capacity - 1)
-        return starts_PN[group_R] + index_R
+        return starts_PH[group_R] + index_R
 
     def start(self, chunk: int) -> None:
         """See `Dispatch`."""
@@ -293,7 +304,7 @@ class _RowDispatch:
     def receive(self, chunk: int) -> tuple[Tensor, Tensor]:
         """See `Dispatch`."""
         rows_QD = self.rows[chunk].arrive()
-        groups_PM = received_PM = self.received_PNM[:, chunk]
+        groups_PM = received_PM = self.received_PHM[:, chunk]
         counts_M = received_PM.sum(0)
         if self.capacity is not None:  # after the groups of a rank, its rows without an expert
             num_empty_P1 = self.capacity - received_PM.sum(1, keepdim=True)
@@ -324,9 +335,9 @@ class _RowDispatch:
         """See `Dispatch`."""
         parts = [result.arrive() for result in self.results]
         rows_RD = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if self.position_R is None:
-            return rows_RD
-        return run_function(MoveRows, rows_RD, self.position_R, None)
+        if self.position_R is not None:
+            rows_RD = run_function(MoveRows, rows_RD, self.position_R, None)
+        return self.routing.combine(rows_RD)
 
     def close(self) -> None:
         """See `Dispatch`."""

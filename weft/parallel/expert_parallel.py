@@ -17,8 +17,8 @@ Experts are FSDP units on the mesh axes ``dp_replicate, edp``.  Their parameters
 expert's gradient needs no extra scale: the returning tokens of all ``ep`` ranks already sum it, and
 FSDP sums over the other ranks.
 
-The model is unchanged.  `weft.models.moe.Experts.forward` takes rows sorted by expert and a count
-per expert.  `weft.parallel.expert_dispatch` exchanges the rows before and after it.
+`weft.models.moe.Experts.forward` takes rows sorted by expert and a count per expert.
+`weft.parallel.expert_dispatch` exchanges tokens before and after it.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def resolve(
     check_layout(errors, job, model, family, degrees, fixed_ranks)
     hardware = machine.device, machine.peer_access
     check_device(errors, job, model, *hardware, degrees, local_world_size)
-    check_dispatch(errors, job, model, family, degrees, machine, compute_dtype)
+    check_dispatch(errors, job, model, family, degrees)
     check_world_size_invariant(errors, job)
     check_addresses(errors, job)
     float8 = job.precision.float8

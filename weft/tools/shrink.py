@@ -300,9 +300,6 @@ def _shrink_parallel(
     if plan.async_tp:
         changes["async_tp"] = False
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
-    if plan.job.parallel.ep_dispatch == "deepep":
-        changes["ep_dispatch"] = "alltoall"
-        notes.append("parallel.ep_dispatch=deepep: verified with alltoall; DeepEP needs GPUs")
     if unchanged:
         return changes
     group_size, shards = plan.job.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]

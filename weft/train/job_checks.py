@@ -244,9 +244,6 @@ def _check_files(errors: ConfigErrors, job: Job) -> None:
             remedy = "use a local directory; checkpoint.dir and data.cache_dir may be s3://"
             errors.add(key, "is not a directory", remedy)
     errors += check_names(job)
-    if job.parallel.ep_dispatch == "deepep" and importlib.util.find_spec("deep_ep") is None:
-        rule, remedy = "needs deep_ep", "install github.com/deepseek-ai/DeepEP, or use padded"
-        errors.add("parallel.ep_dispatch", rule, remedy)
 
 
 def _check_tokenizer(errors: ConfigErrors, data: DataSection, plan: Plan | None) -> None:
