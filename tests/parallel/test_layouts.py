@@ -160,6 +160,32 @@ def test_split_backward_resharded_weights_updates_equal_one_process(layout: str)
     assert report.update_difference < 1e-3
 
 
+WHOLE = "pipeline.defer_weight_gradients=false"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"pipeline.schedule=DualPipeV {WHOLE} gradient_sync=microbatch",
+        *(
+            pytest.param(f"pipeline.schedule={name} {WHOLE}", marks=pytest.mark.slow)
+            for name in SPLIT
+        ),
+        pytest.param(
+            f"pipeline.schedule=DualPipeV {WHOLE} dp_shard2 model.num_experts=4 ep=2 "
+            "activation_checkpoint.mode=full",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_whole_backward_in_a_schedule_of_halves_updates_equal_one_process(layout: str) -> None:
+    overrides = [*RESHARDED, ("parallel.dp_shard", "1"), *parse(layout)[1]]
+    report = verify(read_recipe("demo", list(dict(overrides).items())), steps=2)
+    assert report.holds, report.reason
+    assert report.reached < TOLERANCE
+    assert report.update_difference < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

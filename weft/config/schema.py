@@ -712,6 +712,11 @@ class PipelineSection(Section):
     layers_per_stage: tuple[NonNegative, ...] = key(
         (), "layers of each stage, first to last; empty: split by pipeline.balance"
     )
+    defer_weight_gradients: bool = key(
+        True,
+        "schedules with input and weight passes (zero bubble, DualPipeV): compute the gradients of "
+        "weights later, in gaps of the schedule; false: at once, which keeps less memory",
+    )
     overlap_exchanges: bool = key(
         True, "DualPipeV: one microbatch computes while another exchanges tokens with experts"
     )

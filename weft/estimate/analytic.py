@@ -53,6 +53,7 @@ from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
     build_schedule,
+    join_halves,
     single_stage_schedule,
     stage_indices,
 )
@@ -166,7 +167,8 @@ class DecoderFormulas:
         if plan.pp == 1:
             return single_stage_schedule(min(2, self.num_microbatches))
         name, stages = plan.schedule_name, plan.stages_per_rank
-        return build_schedule(name, plan.pp, stages, self.num_microbatches)
+        schedule = build_schedule(name, plan.pp, stages, self.num_microbatches)
+        return schedule if plan.splits_backward else join_halves(schedule)
 
     @cached_property
     def layers_per_stage(self) -> Sequence[int]:

@@ -90,7 +90,8 @@ def build_pipeline_schedule(
         private_schedules.skip_self_p2p_init(stage)
         private_schedules.enable_recv_grad(stage)
         wrap_backward(stage, plan.splits_backward, plan.gradient_sync == "microbatch")
-        if plan.world_size_invariant:  # the halves of several microbatches would be added first
+        # With world_size_invariant, the halves of several microbatches would be added first.
+        if pipeline.splits_backward and not plan.splits_backward:
             private_schedules.join_backward(stage, plan.num_microbatches)
     options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     keeps_unsharded = plan.reshard_after_forward is False

@@ -17,6 +17,7 @@ from weft.plan.pipeline_schedule import (
     ScheduleSpec,
     build_schedule,
     find_schedule,
+    join_halves,
     max_in_flight,
     num_scheduled_microbatches,
     stage_index_to_rank,
@@ -82,7 +83,8 @@ def resolve_pipeline(
 
     num_microbatches = count_microbatches(local_batch_size, microbatch_size)
     schedule = spec.actions or build_schedule(spec.name, pp, stages_per_rank, num_microbatches)
-    in_flight = max_in_flight(schedule)
+    defers = job.pipeline.defer_weight_gradients and not job.train.world_size_invariant
+    in_flight = max_in_flight(schedule if defers else join_halves(schedule))
     # tp divides the parameters and activations of every unit equally; cp divides activations.
     tokens = microbatch_size * cost.seq_len / (degrees.cp * degrees.tp)
     units = cost.units

@@ -242,6 +242,14 @@ def max_in_flight(schedule: PipelineSchedule) -> list[int]:
     return [peak[key] for key in sorted(peak) if key[1] == "W"]
 
 
+def join_halves(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Return the schedule with whole backward passes, where the input halves were."""
+    return {
+        rank: [a._replace(kind="B") if a.kind == "I" else a for a in order if a.kind != "W"]
+        for rank, order in schedule.items()
+    }
+
+
 def stage_index_to_rank(schedule: PipelineSchedule) -> list[int]:
     """Return the pipeline rank of each stage."""
     ranks = {action.stage: rank for rank, order in schedule.items() for action in order}

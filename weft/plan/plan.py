@@ -316,7 +316,8 @@ class Plan:
     def splits_backward(self) -> bool:
         """Return True if a pipeline schedule defers weight gradients."""
         has_halves = self.pipeline is not None and self.pipeline.splits_backward
-        return has_halves and not self.world_size_invariant
+        defers = self.job.pipeline.defer_weight_gradients
+        return has_halves and defers and not self.world_size_invariant
 
     @property
     def overlaps_exchanges(self) -> bool:

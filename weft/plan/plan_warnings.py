@@ -307,6 +307,16 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "there is no pipeline (parallel.pp=1), or pipeline.layers_per_stage sets its stages",
         "Set parallel.pp above 1 without pipeline.layers_per_stage",
     ),
+    "pipeline.defer_weight_gradients": EffectRule(
+        lambda plan: (
+            plan.pipeline is not None
+            and plan.pipeline.splits_backward
+            and not plan.world_size_invariant
+        ),
+        "no schedule (pipeline.schedule) computes weight gradients later than input gradients, or "
+        "train.world_size_invariant does not allow it",
+        "Set pipeline.schedule=ZBVZeroBubble, InterleavedZeroBubble or DualPipeV",
+    ),
     "pipeline.overlap_exchanges": EffectRule(
         lambda plan: plan.can_overlap_exchanges,
         "only DualPipeV (pipeline.schedule) pairs passes that could overlap the exchange of "
@@ -475,7 +485,7 @@ def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
 
 def pipeline_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if a schedule with deferred weight gradients cannot defer them."""
-    if plan.pipeline is not None and plan.pipeline.splits_backward and not plan.splits_backward:
+    if plan.world_size_invariant and plan.pipeline is not None and plan.pipeline.splits_backward:
         yield (
             f"pipeline.schedule={plan.schedule_name} fills no gaps of the schedule: with "
             "train.world_size_invariant=true the gradients of a microbatch are complete before "

@@ -232,6 +232,10 @@ REQUIREMENTS: dict[str, dict[str, str]] = {
     "pipeline.stages_per_rank": {"parallel.pp": "2", "pipeline.schedule": "Interleaved1F1B"},
     "pipeline.balance": {"parallel.pp": "2"},
     "pipeline.layers_per_stage": {"parallel.pp": "2"},
+    "pipeline.defer_weight_gradients": {
+        "parallel.pp": "2",
+        "pipeline.schedule": "ZBVZeroBubble",
+    },
     "pipeline.overlap_exchanges": {"pipeline.schedule": "DualPipeV", "parallel.ep": "2"},
     "precision.float8": {"precision.float8_small": "true"},
     "precision.float8_exclude": {"precision.float8": "tensorwise"},
