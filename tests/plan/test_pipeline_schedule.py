@@ -19,7 +19,9 @@ from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
     build_schedule,
+    execution_order,
     find_schedule,
+    join_halves,
     max_in_flight,
     read_schedule_csv,
     stage_index_to_rank,
@@ -79,6 +81,15 @@ def test_max_in_flight_of_simple_schedules() -> None:
 def test_max_in_flight_half_a_backward_frees_nothing() -> None:
     order = [Action(0, kind, m) for kind, m in [("F", 0), ("I", 0), ("F", 1), ("W", 0)]]  # type: ignore[arg-type]
     assert max_in_flight({0: order}) == [2]
+
+
+def test_join_halves_frees_activations_with_the_input_half() -> None:
+    schedule = build_schedule("InterleavedZeroBubble", 4, 2, 8)
+    joined = join_halves(schedule)
+    assert {action.kind for order in joined.values() for action in order} == {"F", "B"}
+    assert len(list(execution_order(joined))) == sum(map(len, joined.values())) == 2 * 8 * 8
+    assert max_in_flight(schedule) == [8, 8, 8, 8, 4, 4, 4, 4]
+    assert max_in_flight(joined) == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 def measure_in_flight(name: str) -> dict[int, tuple[int, int]]:
