@@ -31,11 +31,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check_page import build_document, format_number, format_page
-from benchmarks.gpu_check_results import Row, StageResult, device_rows, number, read_test_counts
+from benchmarks.gpu_check_results import (
+    Row,
+    StageResult,
+    compare_losses,
+    device_rows,
+    number,
+    read_losses,
+)
 from benchmarks.gpu_check_stages import (
-    CPU_SIZES,
+    GPU_CHECK,
     MEMORY_MARGIN,
-    STAGES,
+    Program,
+    Schedule,
     Stage,
     count_ranks,
     parse_keys,
@@ -57,9 +65,9 @@ from weft.plan.devices import GIB
 from weft.tools.experiment import failure_reason
 from weft.train.machine import detect_machine
 
-CHECK_SECONDS = 20 * 60.0
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
-PLAN_SECONDS, TEST_SECONDS = 90.0, 300.0
+PLAN_SECONDS = 90.0
+CPU_SLACK = 10  # a CPU rehearses the stages, in this multiple of their time
 RELEASE_SECONDS = 3.0  # for killed processes to release the memory of their GPUs
 CPU_RANKS = 2
 RUN_BYTES = 1 << 30  # free disk for a run without checkpoints
@@ -83,6 +91,7 @@ class GPUCheck:
         disk: measured speed of the disk of the directory.
         deadline: time of `time.monotonic` at which the check ends.
         sizes: the model by number of ranks and candidates, so that runs can be compared.
+        losses: of each step, by stage.
     """
 
     directory: Path
@@ -91,34 +100,32 @@ class GPUCheck:
     disk: Directory
     deadline: float
     sizes: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
 
     def remaining(self) -> float:
         """Return the seconds until the check ends."""
         return self.deadline - time.monotonic()
 
 
-def run_gpu_check(
-    job: Job, command: str, stages: Sequence[Stage] = STAGES, seconds: float = CHECK_SECONDS
-) -> int:
+def run_gpu_check(job: Job, command: str, schedule: Schedule) -> int:
     """Run the check, print its progress, and write the page; return the exit status.
 
     Args:
         job: has the device, and in ``run.dir`` the directory for the page and for temporary runs;
             auto: the working directory.
         command: the user's command, for the page.
-        stages: runs of ``weft train``.
-        seconds: time limit.
+        schedule: stages and time limit.
 
     Raises:
         WeftError: if the directory is not writable.
     """
     start = time.monotonic()
     root = expand_path("" if job.run.dir == "auto" else job.run.dir).absolute()
-    page = root / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}.md"
+    page = root / f"{schedule.name}-{time.strftime('%Y%m%d-%H%M%S')}.md"
     results: list[StageResult] = []
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="weft-gpu-check-", dir=root) as directory:
+        with tempfile.TemporaryDirectory(prefix=f"weft-{schedule.name}-", dir=root) as directory:
             print("checking the machine", flush=True)
             local = changed(job, run={"dir": directory, "nodes": 1})
             facts = collect_job_facts(local, full=True, with_nodes=False)
@@ -129,12 +136,15 @@ def run_gpu_check(
             results.append(replace(machine, rows=rows, seconds=spent))
             gpus = count_visible_gpus(facts)
             devices = gpus if facts.device == "cuda" else min(facts.usable, CPU_RANKS)
-            disk, deadline = facts.directories[0], start + seconds
+            slack = 1 if facts.device == "cuda" else CPU_SLACK
+            disk, deadline = facts.directories[0], start + slack * schedule.seconds
             check = GPUCheck(Path(directory), facts.device, devices, disk, deadline)
-            for result in run_stages(check, stages):
+            for result in run_stages(check, schedule.stages):
                 results.append(result)
                 spent = time.monotonic() - start
-                document = build_document(command, facts, findings, results, spent)
+                document = build_document(
+                    command, facts, findings, results, spent, schedule.effects
+                )
                 write_json(page.with_suffix(".json"), document, indent=2)
                 replace_text(page, format_page(document))
     except OSError as error:
@@ -146,14 +156,16 @@ def run_gpu_check(
     return FAILED if statuses & {"failed", "timed out"} else 0
 
 
-def run_stages(check: GPUCheck, stages: Sequence[Stage]) -> Iterator[StageResult]:
+def run_stages(check: GPUCheck, stages: Sequence[Stage | Program]) -> Iterator[StageResult]:
     """Yield the result of each stage; Ctrl-C ends the running one and all later ones."""
-    runs: list[tuple[str, Callable[[], StageResult]]]
-    runs = [("GPU tests", partial(run_tests, check))]
-    runs += [(stage.name, partial(run_stage, check, stage)) for stage in stages]
     is_interrupted = False
-    for name, run in runs:
-        start = time.monotonic()
+    for index, stage in enumerate(stages):
+        start, name = time.monotonic(), stage.name
+        slack = 1 if check.device == "cuda" else CPU_SLACK
+        own, later = (
+            slack * sum(s.limit for s in part)
+            for part in (stages[index : index + 1], stages[index + 1 :])
+        )
         if is_interrupted:
             yield StageResult(name, "not run", "interrupted")
             continue
@@ -161,7 +173,11 @@ def run_stages(check: GPUCheck, stages: Sequence[Stage]) -> Iterator[StageResult
         try:
             if check.remaining() < MIN_STAGE_SECONDS:
                 raise StageSkipped("no time left")
-            result = run()
+            limit = stage_limit(own, check.remaining(), later)
+            if isinstance(stage, Program):
+                result = run_program(check, stage, limit)
+            else:
+                result = run_stage(check, stage, limit)
         except StageSkipped as reason:
             result = StageResult(name, "skipped", str(reason))
         except (WeftError, OSError) as error:
@@ -190,30 +206,56 @@ def hide_paths(text: str, check: GPUCheck) -> str:
 # --------------------------------------------------------------------------- stages
 
 
-def run_tests(check: GPUCheck) -> StageResult:
-    """Run the tests that need a GPU.
+def stage_limit(own: float, remaining: float, later: float) -> float:
+    """Return the seconds of a stage: its own, and up to twice that if others left theirs.
+
+    Args:
+        own: limit of the stage.
+        remaining: seconds until the check ends.
+        later: sum of the limits of later stages.
+    """
+    return min(remaining, max(own, min(2 * own, remaining - later)))
+
+
+def run_program(check: GPUCheck, stage: Program, limit: float) -> StageResult:
+    """Run another program than weft.
 
     Raises:
-        StageSkipped: if there is no GPU, or no pytest to run them.
+        StageSkipped: if this machine cannot run it.
     """
-    if check.device == "cpu":
+    words = stage.words if check.device == "cuda" else stage.cpu_words
+    if not words:
         raise StageSkipped("needs a GPU")
-    if importlib.util.find_spec("pytest") is None:
-        raise StageSkipped("needs pytest: pip install pytest pytest-timeout")
-    words = ["-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "tests/gpu"]
-    log = check.directory / "tests.log"
-    limit = min(TEST_SECONDS, check.remaining())
-    status = run_command([sys.executable, *words], log, limit, cwd=CLONE)
+    require_devices(check, stage)
+    for package in stage.packages:
+        if importlib.util.find_spec(package) is None:
+            raise StageSkipped(f"needs {package}: {stage.install}")
+    command = words.format(ranks=count_ranks(stage, check.num_devices)).split()
+    log = check.directory / f"{file_name(stage.name)}.log"
+    status = run_command([sys.executable, *command], log, limit, cwd=CLONE)
     output = log.read_text("utf-8", "replace")
-    counts = read_test_counts(output)
-    total = sum(counts.values()) - counts.get("skipped", 0)
-    rows = [Row("tests passed", counts.get("passed", 0), total)] if total else []
-    failures = "; ".join(re.findall(r"^(?:FAILED|ERROR) tests/gpu/(\S+)", output, re.MULTILINE))
-    result = judge("GPU tests", status, rows, output, limit, failures)
-    return replace(result, command=shlex.join(["python", *words]))
+    failures = re.findall(r"^(?:FAILED|ERROR) tests/gpu/(\S+)", output, re.MULTILINE)
+    rows = stage.read(output)
+    result = judge(stage.name, status, rows, output, limit, "; ".join(failures))
+    size = stage.size if check.device == "cuda" else ""
+    return replace(result, size=size, command=shlex.join(["python", *command]))
 
 
-def run_stage(check: GPUCheck, stage: Stage) -> StageResult:
+def file_name(stage: str) -> str:
+    """Return the name of a stage's files."""
+    return re.sub(r"\W+", "-", stage)
+
+
+def require_devices(check: GPUCheck, stage: Stage | Program) -> None:
+    """Raise `StageSkipped` if the machine has fewer devices than the stage needs."""
+    if check.num_devices < stage.min_devices:
+        unit = "GPUs" if check.device == "cuda" else "cores"
+        raise StageSkipped(
+            f"needs {stage.min_devices} {unit}; this machine has {check.num_devices}"
+        )
+
+
+def run_stage(check: GPUCheck, stage: Stage, limit: float) -> StageResult:
     """Plan and run a stage.
 
     Raises:
@@ -222,30 +264,48 @@ def run_stage(check: GPUCheck, stage: Stage) -> StageResult:
     """
     if stage.needs_gpu and check.device == "cpu":
         raise StageSkipped("needs a GPU")
-    if check.num_devices < stage.min_devices:
-        unit = "GPUs" if check.device == "cuda" else "cores"
-        raise StageSkipped(
-            f"needs {stage.min_devices} {unit}; this machine has {check.num_devices}"
-        )
+    require_devices(check, stage)
+    start = time.monotonic()
     size, keys, plan = plan_stage(check, stage)
     saved = 0.0 if stage.num_records else SAVED_BYTES * (number(plan, "num_params") or 0.0)
     needed, free = RUN_BYTES + saved, shutil.disk_usage(check.directory).free
     if free < needed:
         raise StageSkipped(f"needs {needed / GIB:.1f} GiB of disk; {free / GIB:.1f} GiB are free")
-    run_dir, limit = Path(keys["run.dir"]), min(stage.limit, check.remaining())
+    run_dir, limit = Path(keys["run.dir"]), max(limit - (time.monotonic() - start), 0.0)
     metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
-    words = weft_command("train", keys)
+    words = weft_command("train", stage.recipe, keys)
     status = run_command(
         [*PYTHON, *words], log, limit, lambda: 0 < stage.num_records <= count_lines(metrics)
     )
     rows: list[Row] = []
     with suppress(WeftError):  # without a readable run; `judge` reports it
         rows = stage.read(run_dir, plan, check.disk)
+        check.losses[stage.name] = read_losses(run_dir)
     if not stage.run_name:
         shutil.rmtree(run_dir, ignore_errors=True)
+    if status is not None and status == stage.exit_status:
+        status = 0
     result = judge(stage.name, status, rows, log.read_text("utf-8", "replace"), limit)
+    if stage.reference and result.status == "passed":
+        result = compare_with_reference(check, stage, result)
     own_keys = " ".join(f"{key}={keys[key]}" for key in parse_keys(stage.keys))
     return replace(result, size=size, keys=own_keys, command=hide_paths(shlex.join(words), check))
+
+
+def compare_with_reference(check: GPUCheck, stage: Stage, result: StageResult) -> StageResult:
+    """Add the difference of the loss from the reference; a larger one than allowed has failed."""
+    expected, losses = (check.losses.get(name, []) for name in (stage.reference, stage.name))
+    if not expected:
+        reason = f"there is no loss of {stage.reference} to compare with"
+        return replace(result, status="failed", reason=reason)
+    difference = compare_losses(losses, expected, stage.window)
+    quantity = f"largest difference of the loss from {stage.reference}"
+    rows = (*result.rows, Row(quantity, difference))
+    if difference is None or difference > stage.tolerance:
+        text = "is unknown" if difference is None else f"is {difference:.3g}"
+        reason = f"{quantity} {text}; the limit is {stage.tolerance:g}"
+        return replace(result, status="failed", reason=reason, rows=rows)
+    return replace(result, rows=rows)
 
 
 def plan_stage(check: GPUCheck, stage: Stage) -> tuple[str, dict[str, str], dict[str, Any]]:
@@ -256,17 +316,17 @@ def plan_stage(check: GPUCheck, stage: Stage) -> tuple[str, dict[str, str], dict
         WeftError: if ``weft plan`` does not end, or prints no plan.
     """
     ranks, directory = count_ranks(stage, check.num_devices), check.directory
-    candidates = stage.sizes if check.device == "cuda" else CPU_SIZES
+    candidates = stage.sizes if check.device == "cuda" else stage.cpu_sizes
     group, log, reason = (ranks, candidates), directory / "plan.log", ""
     paths = {
-        "run.dir": str(directory / (stage.run_name or re.sub(r"\W+", "-", stage.name))),
+        "run.dir": str(directory / (stage.run_name or file_name(stage.name))),
         "run.device": check.device,
         "data.cache_dir": str(directory / "data"),
         "compile.cache_dir": str(directory / "compiled"),
     }
     for size in [check.sizes[group]] if group in check.sizes else candidates:
         keys = paths | resolve_keys(stage, size, ranks)
-        command = [*PYTHON, *weft_command("plan", keys), "--json"]
+        command = [*PYTHON, *weft_command("plan", stage.recipe, keys), "--json"]
         status = run_command(command, log, min(PLAN_SECONDS, check.remaining()))
         text = log.read_text("utf-8", "replace")
         if status is None:
@@ -275,8 +335,10 @@ def plan_stage(check: GPUCheck, stage: Stage) -> tuple[str, dict[str, str], dict
             reason = failure_reason(status, text)
             continue
         plan = parse_plan(text)
-        if plan.get("float8_emulated"):
-            raise StageSkipped("needs a GPU with float8: compute capability 8.9, or MI300")
+        if plan.get("float8_emulated") and check.device == "cuda":
+            is_mx = keys.get("precision.float8") == "mxfp8"
+            what = "MXFP8: compute capability 10" if is_mx else "float8: 8.9, or MI300"
+            raise StageSkipped(f"needs a GPU with {what}")
         needed, capacity = number(plan, "peak_memory_gib"), number(plan, "capacity_gib")
         if needed is None or capacity is None or needed <= (1 - MEMORY_MARGIN) * capacity:
             check.sizes[group] = size
@@ -328,9 +390,9 @@ def judge(
 # --------------------------------------------------------------------------- processes
 
 
-def weft_command(name: str, keys: Mapping[str, str]) -> list[str]:
-    """Return the words of a ``weft`` command with overrides of the demo."""
-    return ["weft", name, "demo", *(f"--{key}={value}" for key, value in keys.items())]
+def weft_command(name: str, recipe: str, keys: Mapping[str, str]) -> list[str]:
+    """Return the words of a ``weft`` command with overrides of a recipe."""
+    return ["weft", name, recipe, *(f"--{key}={value}" for key, value in keys.items())]
 
 
 def run_command(
@@ -394,8 +456,10 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser("gpu_check", description=(__doc__ or "").partition("\n")[0])
+def main(schedule: Schedule = GPU_CHECK, description: str = __doc__ or "") -> int:
+    """Run a check as the command line says; return the exit status."""
+    module = f"benchmarks.{schedule.name.replace('-', '_')}"
+    parser = argparse.ArgumentParser(module, description=description.partition("\n")[0])
     text = "directory for the page and for the temporary runs; default: the working directory"
     parser.add_argument("--run.dir", metavar="DIRECTORY", help=text)
     text = (
@@ -403,14 +467,14 @@ def main() -> int:
     )
     parser.add_argument("--run.device", metavar="DEVICE", help=text)
     options = vars(parser.parse_args())
-    command = shlex.join(["python", "-m", "benchmarks.gpu_check", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         keys = [(key, value) for key, value in options.items() if value is not None]
         job, _, errors = read_job("demo", keys)
         errors.raise_any()
         detect_machine(job.run)  # raises if the machine has no such device
-        return run_gpu_check(job, command)
+        return run_gpu_check(job, command, schedule)
     except InvalidConfig as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR

@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks.gpu_check_results import Row, StageResult, divide
-from benchmarks.gpu_check_stages import EFFECTS
 from weft.cluster.node_facts import Facts, Finding
 from weft.config.files import only_finite
 from weft.plan.devices import GIB
@@ -36,6 +35,7 @@ def build_document(
     findings: Sequence[Finding],
     results: Sequence[StageResult],
     seconds: float,
+    effects: Iterable[tuple[str, str]] = (),
 ) -> dict[str, Any]:
     """Return everything that the page has, as JSON values.
 
@@ -49,7 +49,7 @@ def build_document(
             "machine": describe_machine(facts),
             "findings": [asdict(finding) for finding in findings if finding.severity != "ok"],
             "stages": [asdict(result) for result in results],
-            "effects": compute_effects(results),
+            "effects": compute_effects(results, effects),
         }
     )
     return document
@@ -87,11 +87,13 @@ def package_version(name: str) -> str:
     return "not installed"
 
 
-def compute_effects(results: Iterable[StageResult]) -> list[dict[str, Any]]:
+def compute_effects(
+    results: Iterable[StageResult], pairs: Iterable[tuple[str, str]]
+) -> list[dict[str, Any]]:
     """Return the ratios of stages to the stages that lack their technique."""
     found = {result.name: result for result in results if result.rows}
     effects = []
-    for name, base in EFFECTS:
+    for name, base in pairs:
         if {name, base} <= found.keys() and found[name].size == found[base].size:
             new, old = found[name].rows[0], found[base].rows[0]
             measured, planned = divide(new.measured, old.measured), divide(new.planned, old.planned)

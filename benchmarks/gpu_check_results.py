@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,8 +162,51 @@ def read_resume(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list
 
 def read_loss(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
     """Return the mean training loss of the last records, if it is finite."""
-    losses = RunReader(run_dir).column("loss")[-LOSS_RECORDS:].tolist()
+    losses = read_losses(run_dir)[-LOSS_RECORDS:]
     return [Row(f"loss, mean of {LOSS_RECORDS} steps", finite(fmean(losses)) if losses else None)]
+
+
+def read_losses(run_dir: Path) -> list[float]:
+    """Return the training loss of every record."""
+    losses: list[float] = RunReader(run_dir).column("loss").tolist()
+    return losses
+
+
+def read_first_losses(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
+    """Return the loss of the last record, which `compare_losses` compares with others."""
+    return [Row("loss of the last step", RunReader(run_dir).last("loss"))]
+
+
+def read_hang(run_dir: Path, plan: Mapping[str, Any], disk: Directory) -> list[Row]:
+    """Return the number of the rank that the watchdog found stopped, from the log of the run."""
+    text = run_dir.with_suffix(".log").read_text("utf-8", "replace")
+    found = re.search(r"rank (\d{1,9}) is missing: it is stopped \(SIGSTOP\)", text)
+    return [Row("rank named as stopped", float(found[1]) if found else None)]
+
+
+def compare_losses(
+    losses: Sequence[float], expected: Sequence[float], window: int = 1
+) -> float | None:
+    """Return the largest relative difference of the mean losses of windows.
+
+    Args:
+        losses: of each step.
+        expected: of the run to compare with.
+        window: steps of a mean; a rest is not compared.
+
+    Returns:
+        None if a loss is NaN or Inf, or there are fewer than in the other run.
+    """
+    if len(losses) < len(expected) or len(expected) < window:
+        return None
+    differences = []
+    for start in range(0, len(expected) - window + 1, window):
+        mean, other = (fmean(values[start : start + window]) for values in (losses, expected))
+        difference = divide(abs(mean - other), abs(other))
+        if difference is None:
+            return None
+        differences.append(difference)
+    return max(differences)
 
 
 # --------------------------------------------------------------------------- tests and devices

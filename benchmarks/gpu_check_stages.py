@@ -1,16 +1,17 @@
-"""Stages of ``python -m benchmarks.gpu_check``: short runs of ``weft train``, as data.
+"""Stages of ``python -m benchmarks.gpu_check``, and what the stages of all checks have in common.
 
+A stage is a short run of ``weft train`` (`Stage`) or another Python program (`Program`), as data.
 The stages are in order of importance, since the time may end before the last one.  Runs of the
 same number of ranks have the same model, so that their speeds can be compared (`EFFECTS`).
 
 Keys are words ``key=value``, of which the last one for a key counts; ``{ranks}`` is the number of
-ranks, and ``{batch}`` twice that.
+ranks, ``{half}`` half of it, and ``{batch}`` twice that number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from benchmarks.gpu_check_results import (
     read_loss,
     read_resume,
     read_speed,
+    read_test_counts,
 )
 from weft.cluster.node_facts import Directory
 from weft.data.stories import stories
@@ -37,8 +39,9 @@ def trial_texts() -> Iterator[str]:
 # Of every run.  One node, also inside of a job of several; no restart, which would hide a crash.
 COMMON = (
     f"data.path={trial_texts.__module__}:{trial_texts.__name__} "
-    "run.nodes=1 run.nproc_per_node={ranks} train.steps=100 train.microbatch_size=1 "
-    "train.global_batch_size={batch} train.eval_interval=0 train.eval_sequences=1 "
+    "run.cluster=local run.nodes=1 run.nproc_per_node={ranks} train.steps=100 "
+    "train.microbatch_size=1 train.global_batch_size={batch} train.eval_interval=0 "
+    "train.eval_sequences=1 "
     "checkpoint.interval=0 resilience.max_restarts_per_hour=0 monitor.log_interval=1 "
     "monitor.trackers= monitor.eval_prompts= monitor.report=false"
 )
@@ -60,7 +63,20 @@ LOSS_SIZES = (  # its loss falls within 300 steps
     "train.seq_len=1024 train.global_batch_size=16 train.microbatch_size=auto train.steps=300 "
     "optim.lr=6e-4",
 )
-CPU_SIZES = ("model.preset=toy train.seq_len=256",)  # shows that stages run, not how fast
+EXPERT_LOSS_SIZES = (
+    f"model.kind=moe model.preset=toy-moe {LOSS_SIZES[0]} model.num_layers=4 model.ffn_dim=2048 "
+    "model.expert_dim=512 model.head_dim=64 model.balance_rate=0.01",
+)
+# A CPU shows that stages run, not how fast.  Float8 is emulated there.
+CPU_SIZES = ("model.preset=toy train.seq_len=256 precision.float8_small=true",)
+CPU_LOSS_SIZES = (
+    "model.num_layers=4 model.dim=128 model.num_heads=4 model.num_kv_heads=2 model.ffn_dim=384 "
+    "data.vocab_size=1024 train.seq_len=128 train.global_batch_size=4 train.microbatch_size=4 "
+    "train.steps=300 optim.lr=2e-3 precision.compute_dtype=bfloat16",
+)
+CPU_EXPERT_LOSS_SIZES = (
+    f"model.kind=moe model.preset=toy-moe {CPU_LOSS_SIZES[0]} model.balance_rate=0.01",
+)
 
 SPEED = "profile.steps=11"
 COMPILE = f"{SPEED} compile.enable=true"
@@ -77,21 +93,29 @@ class Stage:
 
     Attributes:
         keys: overrides of keys, after `COMMON` and the size.
+        recipe: the run's recipe.
         sizes: models to choose from, on GPUs.
-        ranks: number of ranks: ``one``, ``all`` devices, or the largest ``power`` of two.
+        cpu_sizes: the same on a CPU.
+        ranks: number of ranks: ``one``, ``two``, ``all`` devices, or the largest ``power`` of two.
         min_devices: devices that the stage needs.
         needs_gpu: True: a CPU cannot show anything.
         num_records: records after which the run is killed, without its final checkpoint; 0: the run
             ends after its last step.
         run_name: name of the run directory, which stays for a later stage of the same name.
-        limit: seconds until the run is killed.
+        limit: seconds until the run is killed; the budget of a check with a fixed time.
         read: returns the results from the run directory, the plan and the measured disk; a stage
             without a value in the first row has failed.
+        exit_status: of the run.
+        reference: an earlier stage with the same steps; "": none.
+        tolerance: largest relative difference of the loss from that of the reference.
+        window: number of steps whose mean loss is compared.
     """
 
     name: str
     keys: str
+    recipe: str = "demo"
     sizes: tuple[str, ...] = SIZES
+    cpu_sizes: tuple[str, ...] = CPU_SIZES
     ranks: str = "one"
     min_devices: int = 1
     needs_gpu: bool = False
@@ -99,15 +123,107 @@ class Stage:
     run_name: str = ""
     limit: float = 180.0
     read: Callable[[Path, Mapping[str, Any], Directory], list[Row]] = read_speed
+    exit_status: int = 0
+    reference: str = ""
+    tolerance: float = 0.0
+    window: int = 1
 
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program that prints its results.
+
+    Attributes:
+        words: what follows ``python``, with ``{ranks}``; it runs in the clone.
+        read: returns the results from its output, as `Stage.read`.
+        cpu_words: the words on a CPU; "": it needs a GPU.
+        size: keys of the weft run with the same model, which `EFFECTS` may compare with it.
+        packages: what the program imports; without one of them the stage is skipped.
+        install: how to install them.
+    """
+
+    name: str
+    words: str
+    read: Callable[[str], list[Row]]
+    cpu_words: str = ""
+    size: str = ""
+    packages: tuple[str, ...] = ()
+    install: str = ""
+    ranks: str = "one"
+    min_devices: int = 1
+    limit: float = 180.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages of a check, and its time.
+
+    Attributes:
+        name: of the script and of its page.
+        stages: in order of importance.
+        effects: pairs of stages; the page compares the first row of each with the one that lacks
+            its technique.
+        seconds: time limit.
+    """
+
+    name: str
+    stages: tuple[Stage | Program, ...]
+    effects: tuple[tuple[str, str], ...]
+    seconds: float
+
+
+def read_tests(output: str) -> list[Row]:
+    """Return the number of passed tests, of all that ran, from the output of pytest."""
+    counts = read_test_counts(output)
+    total = sum(counts.values()) - counts.get("skipped", 0)
+    return [Row("tests passed", counts.get("passed", 0), total)] if total else []
+
+
+GPU_TESTS = Program(
+    "GPU tests",
+    "-m pytest -q -rfE -p no:cacheprovider tests/gpu",
+    read_tests,
+    packages=("pytest",),
+    install="pip install pytest pytest-timeout",
+    limit=300.0,
+)
 
 _gpu = partial(Stage, needs_gpu=True)
 _fsdp = partial(Stage, ranks="all", min_devices=2)
 _tensor = partial(Stage, ranks="power", min_devices=2)
 _save = partial(Stage, sizes=CHECKPOINT_SIZES, ranks="all", num_records=0, read=read_checkpoints)
-_loss = partial(_gpu, sizes=LOSS_SIZES, num_records=300, read=read_loss)
+# Of the mean loss of 50 steps, relative: how much bfloat16 runs of other seeds differ, measured by
+# benchmarks/float8_losses.py.
+LOSS_TOLERANCE = 0.08
 
-STAGES = (
+
+def loss_stage(precision: str, experts: bool = False, **changes: Any) -> Stage:
+    """Return a stage of 300 compiled steps, compared with those in bfloat16."""
+    kind = "loss, experts, " if experts else "loss, "
+    keys = f"compile.enable=true precision.float8={precision} precision.float8_small=true"
+    fields: dict[str, Any] = {
+        "sizes": EXPERT_LOSS_SIZES if experts else LOSS_SIZES,
+        "cpu_sizes": CPU_EXPERT_LOSS_SIZES if experts else CPU_LOSS_SIZES,
+        "num_records": 300,
+        "read": read_loss,
+    }
+    if precision == "none":
+        return Stage(f"{kind}bfloat16", "compile.enable=true", **fields | changes)
+    fields |= {"reference": f"{kind}bfloat16", "tolerance": LOSS_TOLERANCE, "window": 50}
+    return Stage(f"{kind}{precision}", keys, **fields | changes)
+
+
+LOSSES = (
+    loss_stage("none"),
+    loss_stage("rowwise"),
+    loss_stage("tensorwise"),
+    loss_stage("mxfp8"),
+    loss_stage("none", experts=True),
+    loss_stage("tensorwise", experts=True),
+)
+
+STAGES: tuple[Stage | Program, ...] = (
+    GPU_TESTS,
     Stage("eager", SPEED),
     Stage("compile", COMPILE),
     _gpu("compile, float8", f"{COMPILE} {FLOAT8}"),
@@ -122,8 +238,7 @@ STAGES = (
     _gpu("compile, float8 rowwise", f"{COMPILE} precision.float8=rowwise"),
     Stage("compile, full recomputation", f"{COMPILE} activation_checkpoint.mode=full"),
     _fsdp("FSDP, no resharding", f"{FSDP} parallel.reshard_after_forward=never"),
-    _loss("loss, bfloat16", ""),
-    _loss("loss, float8", f"{FLOAT8} precision.float8_small=true"),
+    *(replace(stage, needs_gpu=True) for stage in LOSSES),
 )
 
 # A stage, and the stage that lacks its technique; the page compares their first rows.
@@ -138,14 +253,14 @@ EFFECTS = (
     ("FSDP, no resharding", "FSDP"),
     ("tensor parallel, async", "tensor parallel"),
     ("save, asynchronous", "save, synchronous"),
-    ("loss, float8", "loss, bfloat16"),
 )
+GPU_CHECK = Schedule("gpu-check", STAGES, EFFECTS, 20 * 60.0)
 
 
 def resolve_keys(stage: Stage, size: str, ranks: int) -> dict[str, str]:
     """Return all overrides of a stage's run, except those of its directories."""
     text = f"{COMMON} {size} {stage.keys}"
-    return parse_keys(text.format(ranks=ranks, batch=2 * ranks))
+    return parse_keys(text.format(ranks=ranks, half=max(ranks // 2, 1), batch=2 * ranks))
 
 
 def parse_keys(text: str) -> dict[str, str]:
@@ -153,6 +268,7 @@ def parse_keys(text: str) -> dict[str, str]:
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def count_ranks(stage: Stage, devices: int) -> int:
+def count_ranks(stage: Stage | Program, devices: int) -> int:
     """Return the number of ranks of a stage on a machine with ``devices`` devices."""
-    return {"one": 1, "all": devices, "power": 1 << (devices.bit_length() - 1)}[stage.ranks]
+    power = 1 << (devices.bit_length() - 1)
+    return {"one": 1, "two": 2, "all": devices, "power": power}[stage.ranks]

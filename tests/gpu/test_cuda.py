@@ -33,11 +33,12 @@ from weft.data.dataset import open_dataset
 from weft.models.attention import attend, document_mask
 from weft.models.decoder import SHARDING, Decoder
 from weft.models.families.llama import PRESETS
+from weft.models.moe import ExpertLinear
 from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import build_adamw
 from weft.parallel import block_attention
 from weft.parallel.block_attention import list_blocks
-from weft.parallel.float8 import apply_float8
+from weft.parallel.float8 import apply_float8, prepare_compiler
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.parallel.token_split import split_sequences
 from weft.plan.plan import Machine
@@ -140,19 +141,29 @@ def test_low_precision_adamw_compiled_equals_the_cpu(states: Any) -> None:
     torch.testing.assert_close(params[1].cpu(), params[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)),
-    reason="needs a GPU with float8 products",
-)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.parametrize("compiled", [False, True])
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+CAPABILITY = torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
+
+
+def skip_without_kernels(recipe: str, experts: bool = False) -> None:
+    """Skip a test on a GPU without kernels for a recipe; a CPU emulates."""
+    needed = (10, 0) if recipe == "mxfp8" else (9, 0) if experts else (8, 9)
+    if HAS_GPU and needed > CAPABILITY:
+        version = ".".join(map(str, needed))
+        pytest.skip(f"{recipe}{' experts' * experts} needs compute capability {version}")
+
+
+@pytest.mark.parametrize("recipe", FLOAT8_RECIPES)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_gpu)])
 def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> None:
     """Tensor core matmuls equal high-precision matmuls of rounded inputs."""
+    skip_without_kernels(recipe)
+    prepare_compiler(recipe)
     linear = nn.Linear(512, 256, bias=False, device=DEVICE, dtype=torch.bfloat16)
     x = torch.randn(2, 64, 512, device=DEVICE, dtype=torch.bfloat16)
     upstream = torch.randn(2, 64, 256, device=DEVICE, dtype=torch.bfloat16)
     results = []
-    for emulate in (False, True):
+    for emulate in (not HAS_GPU, True):
         model = nn.Sequential(copy.deepcopy(linear))
         apply_float8(model, recipe, ["0"], emulate)
         inputs = x.clone().requires_grad_()
@@ -161,6 +172,32 @@ def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> Non
         results.append((out, *torch.autograd.grad(out, (inputs, *model.parameters()), upstream)))
     for real, emulated in zip(*results, strict=True):
         assert (real - emulated).norm() < 0.01 * emulated.norm()
+
+
+@pytest.mark.parametrize("recipe", ["none", *FLOAT8_RECIPES])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_gpu)])
+def test_experts_on_cuda_equal_a_loop_over_experts(recipe: str, compiled: bool) -> None:
+    """Grouped matmuls of experts, one of them without tokens, equal one matmul per expert."""
+    skip_without_kernels(recipe, experts=True)
+    prepare_compiler(recipe)
+    counts = torch.tensor([100, 0, 37, 119], device=DEVICE)
+    model = nn.Module()
+    model.experts = ExpertLinear(4, 256, 384).to(DEVICE, torch.bfloat16)
+    x = torch.randn(256, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn(256, 384, device=DEVICE, dtype=torch.bfloat16)
+    weight = model.experts.weight
+    parts = zip(x.double().split(counts.tolist()), weight.double(), strict=True)
+    exact = torch.cat([rows @ matrix.T for rows, matrix in parts])
+    expected = (exact, *torch.autograd.grad(exact, (x, weight), upstream.double()))
+    if recipe != "none":
+        apply_float8(model, recipe, ["experts"], emulate=not HAS_GPU)
+    run: Any = torch.compile(model.experts, fullgraph=True) if compiled else model.experts
+    out = run(x, counts)
+    limit = 0.01 if recipe == "none" else 0.06  # two factors with 3 bits of mantissa
+    for real, value in zip(
+        (out, *torch.autograd.grad(out, (x, weight), upstream)), expected, strict=True
+    ):
+        assert (real.double() - value.double()).norm() < limit * value.double().norm()
 
 
 @needs_gpu

@@ -25,7 +25,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import GPUCheck, judge, parse_plan, run_command, run_stages
+from benchmarks.gpu_check import (
+    GPUCheck,
+    judge,
+    parse_plan,
+    run_command,
+    run_stages,
+    stage_limit,
+)
 from benchmarks.gpu_check_page import (
     build_document,
     compute_effects,
@@ -36,16 +43,33 @@ from benchmarks.gpu_check_page import (
 from benchmarks.gpu_check_results import (
     Row,
     StageResult,
+    compare_losses,
     device_rows,
     divide,
     read_checkpoints,
+    read_hang,
     read_loss,
     read_profile,
     read_resume,
     read_speed,
     read_test_counts,
 )
-from benchmarks.gpu_check_stages import EFFECTS, SIZES, STAGES, Stage, count_ranks, resolve_keys
+from benchmarks.gpu_check_stages import (
+    EFFECTS,
+    GPU_CHECK,
+    GPU_TESTS,
+    SIZES,
+    STAGES,
+    Program,
+    Schedule,
+    Stage,
+    count_ranks,
+    resolve_keys,
+)
+from benchmarks.h200 import H200, read_torchtitan
+from benchmarks.h200 import MACHINE_SECONDS as H200_MACHINE_SECONDS
+from benchmarks.node import MACHINE_SECONDS as NODE_MACHINE_SECONDS
+from benchmarks.node import NODE, read_splits
 from tests.cluster.conftest import processes_in
 from tests.cluster.test_node_checks import STATE
 from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
@@ -82,21 +106,135 @@ def read(name: str, function: Any) -> dict[str, tuple[float | None, float | None
 # --------------------------------------------------------------------------- stages as data
 
 
-@pytest.mark.parametrize("cluster", ["8xH100", "2xH100", "1xH100", "3xA100-80GB", "4xB200"])
-def test_stages_every_run_has_a_plan_on_gpus(cluster: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "cluster"),
+    [
+        *((GPU_CHECK, name) for name in ("8xH100", "2xH100", "1xH100", "3xA100-80GB", "4xB200")),
+        (H200, "1xH200"),
+        (NODE, "8xH100"),
+        (NODE, "8xB200"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_stages_every_run_has_a_plan_on_gpus(schedule: Schedule, cluster: str) -> None:
     """All keys are valid, and only what a device lacks is refused."""
     devices = int(cluster[0])
-    for stage in STAGES:
-        if devices < stage.min_devices:
+    for stage in schedule.stages:
+        if isinstance(stage, Program) or devices < stage.min_devices:
             continue
         ranks = count_ranks(stage, devices)
         keys = resolve_keys(stage, stage.sizes[0], ranks)
-        plan, _ = plan_recipe("demo", [*keys.items()], [], f"{ranks}{cluster[1:]}", detect_machine)
+        plan, _ = plan_recipe(
+            stage.recipe, [*keys.items()], [], f"1x{ranks}{cluster[1:]}", detect_machine
+        )
         assert plan.world_size == ranks
         assert not check_data_is_named(plan), stage.name  # `weft train` checks more than the plan
-        assert plan.job.resilience.max_restarts_per_hour == 0
         assert stage.num_records < plan.num_steps + 1
         assert not any("has no effect" in warning for warning in plan.warnings), stage.name
+
+
+@pytest.mark.parametrize("schedule", [H200, NODE], ids=lambda schedule: schedule.name)
+def test_stages_of_a_cpu_have_a_plan(schedule: Schedule) -> None:
+    for stage in schedule.stages:
+        if isinstance(stage, Stage) and not stage.needs_gpu:
+            keys = resolve_keys(stage, stage.cpu_sizes[0], count_ranks(stage, 2))
+            pairs = [*keys.items(), ("run.device", "cpu")]
+            plan, _ = plan_recipe(stage.recipe, pairs, [], "", detect_machine)
+            assert plan.device == "cpu", stage.name
+
+
+@pytest.mark.parametrize(
+    ("schedule", "machine"),
+    [(H200, H200_MACHINE_SECONDS), (NODE, NODE_MACHINE_SECONDS)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_schedules_budgets_fit_the_time(schedule: Schedule, machine: float) -> None:
+    """Every stage has its seconds, also if each of the earlier ones uses up its own."""
+    assert machine + sum(stage.limit for stage in schedule.stages) <= schedule.seconds
+
+
+def test_stages_are_compared_with_earlier_ones_of_the_same_ranks_and_sizes() -> None:
+    for schedule in (GPU_CHECK, H200, NODE):
+        earlier: dict[str, Any] = {}
+        for stage in schedule.stages:
+            if isinstance(stage, Stage) and stage.reference:
+                reference = earlier[stage.reference]
+                assert stage.tolerance > 0
+                assert reference.sizes == stage.sizes
+                assert reference.cpu_sizes == stage.cpu_sizes
+                assert "ep=" in stage.keys or count_ranks(reference, 8) == count_ranks(stage, 8)
+                assert reference.num_records == (stage.num_records or 20)
+            earlier[stage.name] = stage
+
+
+def test_loss_stages_are_compiled_for_each_recipe_and_experts() -> None:
+    losses = [s for s in STAGES if isinstance(s, Stage) and s.name.startswith("loss, ")]
+    keys = [resolve_keys(stage, stage.sizes[0], 1) for stage in losses]
+    assert all(each["compile.enable"] == "true" for each in keys)
+    recipes = [
+        (each.get("model.kind", "llama"), each.get("precision.float8", "none")) for each in keys
+    ]
+    dense = [("llama", name) for name in ("none", "rowwise", "tensorwise", "mxfp8")]
+    assert recipes == [*dense, ("moe", "none"), ("moe", "tensorwise")]
+
+
+@pytest.mark.parametrize(
+    ("own", "remaining", "later", "limit"),
+    [
+        (60, 600, 540, 60),  # others left nothing
+        (60, 600, 500, 100),  # they left 40 s
+        (60, 600, 100, 120),  # at most twice its own
+        (60, 50, 500, 50),  # the time ends
+        (180, 1000, 5000, 180),  # limits that exceed the time
+    ],
+)
+def test_stage_limit_is_its_own_and_what_others_left(
+    own: float, remaining: float, later: float, limit: float
+) -> None:
+    assert stage_limit(own, remaining, later) == limit
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected", "window", "difference"),
+    [
+        ([2.0, 1.0], [2.0, 1.0], 1, 0.0),
+        ([2.0, 1.1], [2.0, 1.0], 1, 0.1),
+        ([2.0, 0.9], [2.0, 1.0], 1, 0.1),
+        ([2.1, 1.9, 1.0, 1.0], [2.0, 2.0, 1.0, 1.0], 2, 0.0),  # the mean is the same
+        ([2.0], [2.0, 1.0], 1, None),  # it ended early
+        ([2.0, math.nan], [2.0, 1.0], 1, None),
+        ([math.inf, 1.0], [2.0, 1.0], 2, None),
+        ([2.0, 1.0, 9.0], [2.0, 1.0], 1, 0.0),  # it may have more
+        ([], [], 1, None),
+    ],
+)
+def test_compare_losses(
+    losses: list[float], expected: list[float], window: int, difference: float | None
+) -> None:
+    found = compare_losses(losses, expected, window)
+    assert found == (None if difference is None else pytest.approx(difference))
+
+
+def test_read_torchtitan_skips_the_first_steps_and_colors() -> None:
+    lines = [
+        f"[titan] x - root - INFO - \x1b[31mstep: {step:2}  \x1b[32mloss:  8.2  "
+        f"\x1b[38;2;180;60;0mgrad_norm:  0.7  \x1b[38;2;54;234;195mmemory: {memory}GiB(5.00%)  "
+        f"\x1b[34mtps: {tokens:,}  \x1b[36mtflops: 1.00  \x1b[35mmfu: 1.00%\x1b[39m"
+        for step, memory, tokens in [(1, 40.0, 9), (2, 41.0, 9), (3, 42.5, 5_000), (4, 42.5, 5_100)]
+    ]
+    rows = values(read_torchtitan("\n".join(lines)))
+    assert rows == {"tokens/s per device": (5_050, None), "memory, GiB": (42.5, None)}
+    assert values(read_torchtitan("a crash")) == {"tokens/s per device": (None, None)}
+
+
+def test_read_splits_and_hang(tmp_path: Path) -> None:
+    assert read_splits("4 splits, the slowest in 38.1 ms\n") == [Row("slowest split, ms", 38.1)]
+    assert read_splits("") == [Row("slowest split, ms", None)]
+    text = "rank 1 is missing: it is stopped (SIGSTOP) in step 15, waiting for data; ..."
+    (tmp_path / "run.log").write_text(text)
+    assert read_hang(tmp_path / "run", {}, DISK) == [Row("rank named as stopped", 1.0)]
+    (tmp_path / "run.log").write_text("the run hangs")
+    assert read_hang(tmp_path / "run", {}, DISK) == [Row("rank named as stopped", None)]
 
 
 @pytest.mark.parametrize(
@@ -117,11 +255,12 @@ def test_sizes_fit_devices_with_a_margin(cluster: str, size: str) -> None:
 
 
 def test_stages_names_differ_and_effects_name_stages() -> None:
-    names = [stage.name for stage in STAGES]
-    assert len(set(names)) == len(names)
-    assert {name for pair in EFFECTS for name in pair} <= {*names}
-    directories = [re.sub(r"\W+", "-", name) for name in names]
-    assert len(set(directories)) == len(names)
+    for schedule in (GPU_CHECK, H200, NODE):
+        names = [stage.name for stage in schedule.stages]
+        assert len(set(names)) == len(names)
+        assert {name for pair in schedule.effects for name in pair} <= {*names}
+        directories = [re.sub(r"\W+", "-", name) for name in names]
+        assert len(set(directories)) == len(names)
 
 
 def test_count_ranks_of_odd_numbers_of_devices() -> None:
@@ -363,7 +502,7 @@ def sample_results() -> list[StageResult]:
 def test_page_has_machine_results_effects_and_reasons() -> None:
     findings = [ok("fine"), bad("GPU 3: an error", "replace it")]
     document = build_document(
-        "python -m benchmarks.gpu_check", FACTS, findings, sample_results(), 600
+        "python -m benchmarks.gpu_check", FACTS, findings, sample_results(), 600, EFFECTS
     )
     page = format_page(json.loads(json.dumps(document, allow_nan=False)))
     assert page.startswith("# weft on 8 x NVIDIA H100 80GB HBM3\n")
@@ -406,7 +545,7 @@ def test_page_without_any_result() -> None:
 
 
 def test_effects_compare_runs_of_the_same_model_only() -> None:
-    effects = {effect["quantity"]: effect for effect in compute_effects(sample_results())}
+    effects = {effect["quantity"]: effect for effect in compute_effects(sample_results(), EFFECTS)}
     assert [*effects] == ["compile / eager: tokens/s per device"]
 
 
@@ -504,6 +643,7 @@ def test_run_stages_on_a_cpu_trains_and_skips(
     """One real run, and stages that need a GPU or more devices."""
     monkeypatch.chdir(tmp_path)
     stages = (
+        GPU_TESTS,
         Stage(
             "tiny",
             f"{TINY} model.vocab_size=512 data.vocab_size=512 data.path={store_path}",
@@ -533,7 +673,7 @@ def test_run_stages_interrupted_during_a_command(
     timer.start()
     results = [*run_stages(check_in(tmp_path), STAGES[:3])]
     timer.join()
-    assert [result.status for result in results] == ["skipped", "interrupted", *["not run"] * 2]
+    assert [result.status for result in results] == ["skipped", "interrupted", "not run"]
     assert processes_in(tmp_path).keys() <= {os.getpid()}
 
 
@@ -557,7 +697,7 @@ def test_run_stages_crashed_hanging_and_without_disk(
         Stage("after", TINY, num_records=3),
     )
     monkeypatch.setattr("benchmarks.gpu_check.SAVED_BYTES", 1 << 50)
-    _, crashed, hung, saving, wrong, after = run_stages(check_in(tmp_path), stages)
+    crashed, hung, saving, wrong, after = run_stages(check_in(tmp_path), stages)
     assert crashed.status == "failed"
     assert "rank 0 failed" in crashed.reason
     assert "rank 0 failed" in crashed.output
@@ -610,7 +750,8 @@ def test_gpu_check_on_a_cpu_runs_every_stage_that_needs_no_gpu(tmp_path: Path) -
     assert data["command"] == "python -m benchmarks.gpu_check --run.device cpu --run.dir out"
     by_name = {stage["name"]: stage for stage in data["stages"]}
     for stage in STAGES:
-        expected = "skipped" if stage.needs_gpu else "passed"
+        needs_gpu = not stage.cpu_words if isinstance(stage, Program) else stage.needs_gpu
+        expected = "skipped" if needs_gpu else "passed"
         assert by_name[stage.name]["status"] == expected, by_name[stage.name]
         assert stage.name in page
     assert {effect["quantity"].partition(":")[0] for effect in data["effects"]} >= {
@@ -619,10 +760,28 @@ def test_gpu_check_on_a_cpu_runs_every_stage_that_needs_no_gpu(tmp_path: Path) -
     }
 
 
-def pages_in(directory: Path) -> tuple[str, dict[str, Any]]:
+@pytest.mark.slow
+@pytest.mark.timeout(3600, method="signal")
+@pytest.mark.parametrize("schedule", [H200, NODE], ids=lambda schedule: schedule.name)
+def test_rehearsal_on_a_cpu_runs_to_the_end(schedule: Schedule, tmp_path: Path) -> None:
+    """Everything passes that does not need a GPU, or TorchTitan where it is not installed."""
+    command = [sys.executable, "-m", f"benchmarks.{schedule.name}", "--run.device", "cpu"]
+    completed = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    _, data = pages_in(tmp_path, schedule.name)
+    assert len(data["stages"]) == 1 + len(schedule.stages)
+    for stage in data["stages"]:
+        reason = stage["reason"]
+        skipped = reason == "needs a GPU" or reason.startswith("needs torchtitan")
+        assert stage["status"] == ("skipped" if skipped else "passed"), stage
+
+
+def pages_in(directory: Path, name: str = "gpu-check") -> tuple[str, dict[str, Any]]:
     """Return the only page in a directory, and its data."""
-    (page,) = directory.glob("gpu-check-*.md")
-    (data,) = directory.glob("gpu-check-*.json")
+    (page,) = directory.glob(f"{name}-*.md")
+    (data,) = directory.glob(f"{name}-*.json")
     document = json.loads(data.read_text())
     assert format_page(document) == page.read_text()
     return page.read_text(), document
