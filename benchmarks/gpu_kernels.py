@@ -29,9 +29,9 @@ ARCHITECTURES = (90, 100)
 AT_ONCE = 2
 # One block, because all blocks share their code.
 RUNS: tuple[tuple[str, ...], ...] = (
-    ("llama3-8b-8gpu-compile", "model.num_layers=1"),
-    ("llama3-8b-8gpu-float8", "model.num_layers=1"),
-    ("llama3-70b-async-tp", "model.num_layers=1"),
+    ("paper/llama3-8b-8gpu-compile", "model.num_layers=1"),
+    ("paper/llama3-8b-8gpu-float8", "model.num_layers=1"),
+    ("paper/llama3-70b-async-tp", "model.num_layers=1"),
     ("qwen3-30b-a3b", "model.num_layers=1", "compile.enable=true"),
     ("llama3-8b-finetune", "model.num_layers=1", "optim.state_dtype=bfloat16"),
     ("stories-30m", "model.num_layers=1", "optim.state_dtype=8bit"),

@@ -47,7 +47,7 @@ FLOAT8: Overrides = {"compile.enable": "true", "precision.float8": "tensorwise"}
 GAINS = [
     Gain(
         "compile and float8, 8B on 128",
-        "llama3-8b",
+        "paper/llama3-8b",
         "16x8xH100 500W",
         {
             "train.microbatch_size": "2",
@@ -60,7 +60,7 @@ GAINS = [
     ),
     Gain(
         "asynchronous tensor parallel, 70B on 256",
-        "llama3-70b",
+        "paper/llama3-70b",
         "32x8xH100 500W",
         {
             **FLOAT8,
@@ -74,7 +74,7 @@ GAINS = [
     ),
     Gain(
         "interleaved against plain 1F1B, 405B on 512",
-        "llama3-405b",
+        "paper/llama3-405b",
         "64x8xH100 500W",
         {
             **FLOAT8,

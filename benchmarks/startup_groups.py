@@ -58,12 +58,12 @@ HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
 WAYS = ("split", "rows", "weft", "weft cuda")
 RECIPES = (
-    "llama3-8b",
+    "paper/llama3-8b",
     "mics-50b",
     "qwen3-30b-a3b",
-    "llama3-70b-async-tp",
-    "llama3-405b-4d-32k",
-    "llama3-405b-4d-262k",
+    "paper/llama3-70b-async-tp",
+    "paper/llama3-405b-4d-32k",
+    "paper/llama3-405b-4d-262k",
 )
 
 # --------------------------------------------------------------------------- real ranks

@@ -363,11 +363,11 @@ def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
     """Text, rank map and JSON need no process, no file and no network access."""
     monkeypatch.chdir(tmp_path)
     missing = ["--data.path", "/no/such/file"]
-    assert main(["plan", "llama3-405b", *missing, "--rank-map"]) == 0
+    assert main(["plan", "paper/llama3-405b", *missing, "--rank-map"]) == 0
     assert "512 ranks on 64 nodes of 8\n" in capsys.readouterr().out
-    common = ["plan", "llama3-8b", *missing, "--model.num_layers=4"]
+    common = ["plan", "paper/llama3-8b", *missing, "--model.num_layers=4"]
     assert main([*common, "--train.global_batch_size=128"]) == 0
-    assert "llama3-8b on 16 nodes of 8 H100\n" in capsys.readouterr().out
+    assert "paper/llama3-8b on 16 nodes of 8 H100\n" in capsys.readouterr().out
     common += ["--parallel.pp=2", "--train.global_batch_size=1024"]
     extra = ["--cluster", "128x8xH200", "--parallel.dp_replicate=2", "--json"]
     assert main([*common, *extra]) == 0
@@ -385,9 +385,11 @@ def test_plan_of_this_machine_has_its_processes(capsys: pytest.CaptureFixture[st
 
 
 def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (line,) = rejected(capsys, "plan", "llama3-8b", "--cluster", "1x8xA10")
+    (line,) = rejected(capsys, "plan", "paper/llama3-8b", "--cluster", "1x8xA10")
     assert line.startswith("--cluster=\"1x8xA10\" has an unknown device 'A10'. Did you mean")
-    lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
+    lines = rejected(
+        capsys, "plan", "paper/llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map"
+    )
     assert [line.split()[0] for line in lines] == [
         "--optim.lr",
         "--rnak-map",

@@ -36,7 +36,7 @@ FIGURES = {
         # Processor time: README's row is about it.
         Figure(r"\| ([\d.]+) \(", r"weft +[\d.]+  [\d.]+ \([\d.-]+\) +([\d.]+) \(", 0.9, 1.05)
     ],
-    "weft verify llama3-405b": [
+    "weft verify paper/llama3-405b": [
         Figure(r"difference ([\d.e-]+)", r"largest relative error is ([\d.e-]+),", 0.1, 2.0)
     ],
     "benchmarks/plan_accuracy.py": [

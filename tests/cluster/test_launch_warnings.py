@@ -33,8 +33,8 @@ def find(on: str, recipe: str, cluster: str, **keys: str) -> Iterator[str]:
 
 def test_run_longer_than_its_jobs_is_warned_of_with_their_number() -> None:
     (text,) = find("slurm", "llama3-8b", "4x8xH100", train__steps="20000")
-    assert text.startswith("the run takes about 3.6 days (by the planner's formulas,")
-    assert "launch.time_limit=1-00:00:00: the run needs about 4 jobs" in text
+    assert text.startswith("the run takes about 2.6 days (by the planner's formulas,")
+    assert "launch.time_limit=1-00:00:00: the run needs about 3 jobs" in text
     assert "Slurm requeues it" in text
     assert not [*find("slurm", "llama3-8b", "4x8xH100", train__steps="2000")]
     long = {"launch__time_limit": "5-00:00:00", "train__steps": "20000"}

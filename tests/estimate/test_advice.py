@@ -49,11 +49,15 @@ def advise_recipe(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, 
 REMEDIES = [
     # Microbatches are too large.
     pytest.param(
-        "llama3-8b", "1x8xH100", "train.microbatch_size=8", "--train.microbatch_size 1", marks=slow
+        "paper/llama3-8b",
+        "1x8xH100",
+        "train.microbatch_size=8",
+        "--train.microbatch_size 1",
+        marks=slow,
     ),
     # Replicas are too small: more GPUs have to shard.
     pytest.param(
-        "llama3-8b",
+        "paper/llama3-8b",
         "1x8xH100",
         "parallel.dp_shard=2 parallel.dp_replicate=4",
         "--parallel.dp_replicate 1 --parallel.dp_shard auto",
@@ -61,7 +65,7 @@ REMEDIES = [
     ),
     # One change is not enough: the remedy is a pair.
     pytest.param(
-        "llama3-8b",
+        "paper/llama3-8b",
         "1x8xA100-40GB",
         "train.seq_len=4096 parallel.dp_shard=1 parallel.dp_replicate=8",
         "--parallel.dp_replicate 1 --parallel.dp_shard auto --activation_checkpoint.mode selective",
@@ -69,14 +73,14 @@ REMEDIES = [
     ),
     # Only activations can be reduced.
     pytest.param(
-        "llama3-70b",
+        "paper/llama3-70b",
         "32x8xH100",
         "activation_checkpoint.mode=none",
         "--activation_checkpoint.mode full",
         marks=slow,
     ),
     pytest.param(
-        "llama3-405b",
+        "paper/llama3-405b",
         "64x8xH100",
         "activation_checkpoint.mode=none",
         "--activation_checkpoint.mode full",
@@ -84,7 +88,7 @@ REMEDIES = [
     ),
     # Long sequences.
     pytest.param(
-        "llama3-8b",
+        "paper/llama3-8b",
         "2x8xH100",
         "train.seq_len=32768 model.max_seq_len=32768 train.global_batch_size=64",
         "--parallel.cp 4",
@@ -92,7 +96,7 @@ REMEDIES = [
     ),
     # Optimizer states are too large, and activations are recomputed already.
     pytest.param(
-        "llama3-70b",
+        "paper/llama3-70b",
         "1x8xH200",
         "parallel.tp=1 parallel.dp_shard=8 train.microbatch_size=1 train.seq_len=2048",
         "--optim.state_dtype bfloat16",
@@ -100,7 +104,7 @@ REMEDIES = [
     ),
     # Formulas say that selective recomputation is enough; a trace says that it is not.
     pytest.param(
-        "llama3-8b",
+        "paper/llama3-8b",
         "1x8xA100-40GB",
         "train.seq_len=8192 train.global_batch_size=32",
         "--activation_checkpoint.mode full",
@@ -122,9 +126,9 @@ REMEDIES = [
         marks=slow,
     ),
     # No change helps.
-    ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch_size=1", None),
+    ("paper/llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch_size=1", None),
     pytest.param(
-        "llama3-70b",
+        "paper/llama3-70b",
         "1x8xH100",
         "parallel.dp_shard=1 train.microbatch_size=1 train.seq_len=2048",
         None,
@@ -155,29 +159,34 @@ def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
 # --------------------------------------------------------------------------- compared with traces
 
 FASTER = [
-    pytest.param("llama3-8b", "16x8xH100", "train.global_batch_size=128", marks=slow),
-    pytest.param("llama3-8b", "16x8xH100", "", marks=slow),
-    pytest.param("llama3-8b", "1x8xA100-80GB", "model.num_layers=8", marks=slow),
-    pytest.param("llama3-70b", "32x8xH100", "", marks=slow),
-    pytest.param("llama3-70b", "32x8xH100", "train.microbatch_size=4", marks=slow),
+    pytest.param("paper/llama3-8b", "16x8xH100", "train.global_batch_size=128", marks=slow),
+    pytest.param("paper/llama3-8b", "16x8xH100", "", marks=slow),
+    pytest.param("paper/llama3-8b", "1x8xA100-80GB", "model.num_layers=8", marks=slow),
+    pytest.param("paper/llama3-70b", "32x8xH100", "", marks=slow),
+    pytest.param("paper/llama3-70b", "32x8xH100", "train.microbatch_size=4", marks=slow),
     pytest.param(
-        "llama3-8b",
+        "paper/llama3-8b",
         "1x2xA100-80GB",
         "parallel.tp=2 parallel.dp_shard=1 train.seq_len=1024 train.global_batch_size=32",
         marks=slow,
     ),
     pytest.param(
-        "llama3-8b", "1x4xA100-80GB", "train.seq_len=2048 train.global_batch_size=32", marks=slow
+        "paper/llama3-8b",
+        "1x4xA100-80GB",
+        "train.seq_len=2048 train.global_batch_size=32",
+        marks=slow,
     ),
     pytest.param(
-        "llama3-8b",
+        "paper/llama3-8b",
         "1x8xA100-40GB",
         "activation_checkpoint.mode=full train.seq_len=4096",
         marks=slow,
     ),
-    pytest.param("llama3-8b", "2x8xH200", "parallel.pp=2 train.global_batch_size=64", marks=slow),
-    pytest.param("llama3-8b", "1x8xH100", "train.microbatch_size=2", marks=slow),
-    pytest.param("llama3-405b", "64x8xH200", "", marks=slow),
+    pytest.param(
+        "paper/llama3-8b", "2x8xH200", "parallel.pp=2 train.global_batch_size=64", marks=slow
+    ),
+    pytest.param("paper/llama3-8b", "1x8xH100", "train.microbatch_size=2", marks=slow),
+    pytest.param("paper/llama3-405b", "64x8xH200", "", marks=slow),
     pytest.param("three-servers", "12x8xH200", "", marks=slow),
 ]
 
@@ -203,7 +212,9 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
         *text.items(),
     ]  # two ranks; with microbatches of one sequence it would be eight
     local_machine = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
-    plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: local_machine)
+    plan, machine = plan_recipe(
+        "paper/llama3-8b", overrides, [], "local", lambda device: local_machine
+    )
     assert (machine.world_size, plan.world_size) == (None, 2)
     device = match_device(machine.device_name)
     assert device is not None
@@ -217,7 +228,7 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
 
 
 def list_changes(cluster: str, text: str = "") -> list[dict[str, Any]]:
-    _job, plan, machine, _ = planned("llama3-8b", cluster, text)
+    _job, plan, machine, _ = planned("paper/llama3-8b", cluster, text)
     return list(candidate_changes(plan, machine))
 
 
@@ -246,7 +257,7 @@ def test_changes_differ_from_the_job() -> None:
         " pipeline.schedule=Interleaved1F1B",
         "parallel.reshard_after_forward=never optim.state_dtype=bfloat16 train.microbatch_size=2",
     ):
-        job, plan, machine, _ = planned("llama3-8b", "1x8xH200", text)
+        job, plan, machine, _ = planned("paper/llama3-8b", "1x8xH200", text)
         now = job.model_dump()
         for change in candidate_changes(plan, machine):
             changed = apply_change(job, change)
@@ -280,5 +291,5 @@ def test_advice_as_text_is_command_line_overrides() -> None:
 def test_formulas_are_not_used_for_models_that_they_do_not_describe(
     text: str, is_supported: bool
 ) -> None:
-    _, plan, _, _ = planned("llama3-8b", "1x8xH200", text)
+    _, plan, _, _ = planned("paper/llama3-8b", "1x8xH200", text)
     assert supports_formulas(plan) == is_supported

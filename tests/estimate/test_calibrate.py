@@ -42,7 +42,7 @@ def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     load_clusters.cache_clear()
 
 
-def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, Plan, Machine]:
+def h100(*overrides: tuple[str, str], recipe: str = "paper/llama3-8b") -> tuple[Job, Plan, Machine]:
     job, _, errors = read_job(recipe, list(overrides))
     assert not errors
     cluster = parse_cluster("1x8xH100")
@@ -53,7 +53,7 @@ def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, P
 def finished(directory: Path, job: Job, plan: Plan, seconds: list[float], **extra: Any) -> Path:
     """Return the directory of a run with these step times."""
     write_plan(directory, plan)
-    (directory / "job.toml").write_text(to_toml(job, "llama3-8b", job))
+    (directory / "job.toml").write_text(to_toml(job, "paper/llama3-8b", job))
     environment = json.loads((directory / "environment.json").read_text())
     environment["devices"] = ["NVIDIA H100 80GB HBM3"] * 8
     (directory / "environment.json").write_text(json.dumps(environment | extra))

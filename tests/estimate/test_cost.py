@@ -175,7 +175,11 @@ def test_formulas_read_the_plan(changes: dict[str, str], layout: dict[str, Any])
         "pipeline.schedule": "Interleaved1F1B",
     } | changes
     plan, machine = plan_recipe(
-        "llama3-8b", list(overrides.items()), [], "2x8xH100", lambda section: Machine("cpu", 1)
+        "paper/llama3-8b",
+        list(overrides.items()),
+        [],
+        "2x8xH100",
+        lambda section: Machine("cpu", 1),
     )
     device = find_device(machine)
     assert device is not None

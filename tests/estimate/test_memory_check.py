@@ -43,7 +43,9 @@ def refused(job: Job, plan: Plan, machine: Machine) -> str:
 
 
 def test_predict_run_far_from_full_uses_arithmetic() -> None:
-    _job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
+    _job, plan, machine = planned(
+        "paper/llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8")
+    )
     expected, warning = predict_run(plan, machine, force=False)
     assert expected is not None
     assert warning == ""
@@ -61,17 +63,17 @@ def test_predict_run_far_from_full_uses_arithmetic() -> None:
 def test_predict_run_nearly_full_is_traced_and_too_large_is_refused() -> None:
     """With the suggested remedy, the run is accepted."""
     rows = [("train.global_batch_size", "1536"), ("train.microbatch_size", "48")]
-    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
+    job, plan, machine = planned("paper/llama3-8b", "1x8xH100", *SHORT, *rows)
     expected, _ = predict_run(plan, machine, force=False)
     assert expected is not None
     assert expected.by == "a trace"
     rows[1] = ("train.microbatch_size", "96")
-    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
+    job, plan, machine = planned("paper/llama3-8b", "1x8xH100", *SHORT, *rows)
     output = refused(job, plan, machine)
     assert output.startswith("memory does not fit: rank 0 needs ")
     assert "for activations" in output or "for temporaries" in output or "for allocator" in output
     key, value = output.split("Use --")[1].split(" (")[0].split()
-    changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
+    changed = planned("paper/llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
     predict_run(*changed[1:], force=False)
     forced, warning = predict_run(plan, machine, force=True)
     assert forced is not None
@@ -95,7 +97,9 @@ def test_predict_run_remedy_is_for_the_ranks_of_the_run() -> None:
 
 
 def test_predict_run_without_a_remedy_names_none() -> None:
-    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8"))
+    job, plan, machine = planned(
+        "paper/llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8")
+    )
     small = replace(machine, memory_bytes=2**30)
     assert refused(job, plan, small).endswith(". Use --force to start anyway.")
 
@@ -103,7 +107,9 @@ def test_predict_run_without_a_remedy_names_none() -> None:
 @pytest.mark.slow
 def test_predict_run_range_of_nodes_must_fit_on_the_fewest() -> None:
     overrides = [("optim.state_dtype", "float32"), ("train.global_batch_size", "64")]
-    job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
+    job, plan, machine = planned(
+        "paper/llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512")
+    )
     less = replace(machine, memory_bytes=18 * 2**30)
     predict_run(plan, less, force=False)
     assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
@@ -214,7 +220,7 @@ def test_gib_shared_storage_is_counted_once() -> None:
 
 
 def test_memory_remedies_are_possible_changes_only() -> None:
-    _job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
+    _job, plan, _ = planned("paper/llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
     assert not any("microbatch" in knob for knob in memory_remedies(OTHERS, plan))
     assert "--optim.state_dtype 8bit" in memory_remedies("optimizer", plan)
     plan = replace(plan, job=replace_sections(plan.job, optim={"state_dtype": "8bit"}))

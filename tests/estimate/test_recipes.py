@@ -20,7 +20,7 @@ LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
 # recipes, which takes up to 30 s each.  Arithmetic for a recipe takes milliseconds.
 TRACED_OFTEN: dict[str, list[tuple[str, str]]] = {
     "demo": [],
-    "llama3-70b": [],
+    "paper/llama3-70b": [],
     "llama3-8b-qlora": [("train.global_batch_size", "1")],
     "moe-demo": [],
 }

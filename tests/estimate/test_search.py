@@ -363,13 +363,15 @@ def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: floa
 def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path: Path) -> None:
     """The best of 3,000 layouts of 405B has the same forecast in a new plan."""
     local_machine = Machine("cpu", devices=2)
-    plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: local_machine)
+    plan, machine = plan_recipe(
+        "paper/llama3-405b", [], [], "64x8xH100", lambda device: local_machine
+    )
     result = search(plan, machine)
     assert result.num_considered > 2000
     assert result.winner is not None
     assert len(result.best) >= TRACED_OWN
     path = tmp_path / "best.toml"
-    path.write_text(render_recipe(result, plan.job, "llama3-405b", "64x8xH100"), "utf-8")
+    path.write_text(render_recipe(result, plan.job, "paper/llama3-405b", "64x8xH100"), "utf-8")
     reread = plan_recipe(str(path), [], [], None, lambda device: local_machine)
     prediction = forecast(*reread, find_device(reread[1]))
     assert prediction.step_seconds == result.winner.prediction.step_seconds

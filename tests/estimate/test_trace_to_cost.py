@@ -26,7 +26,7 @@ MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 32}
 def test_pricer_optimizer_reads_and_writes_each_state_once(states: str) -> None:
     """Memory traffic of update and clipping equals a formula, for any number of operators."""
     keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
-    job, _, errors = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
+    job, _, errors = read_job("paper/llama3-8b", [*keys, ("train.global_batch_size", "2")])
     cluster = parse_cluster("1x2xH100")
     assert not errors
     plan = resolve(job, cluster_machine(cluster))
@@ -49,7 +49,7 @@ def test_step_of_kto_has_a_second_forward_pass() -> None:
     for name, data in (("dpo", "preferences"), ("kto", "unpaired")):
         keys = [("model.num_layers", "4"), ("train.seq_len", "1024"), ("train.objective", name)]
         keys += [("train.global_batch_size", "2"), ("data.format", data)]
-        job, _, errors = read_job("llama3-8b", keys)
+        job, _, errors = read_job("paper/llama3-8b", keys)
         assert not errors
         machine = cluster_machine(parse_cluster("1x2xH100"))
         plan, device = resolve(job, machine), get_device("H100")
@@ -71,7 +71,7 @@ def test_compiled_loss_has_no_float32_logits() -> None:
     for enable in ("false", "true"):
         # No other tensor has so many bytes.
         keys = [("model.num_layers", "4"), ("train.seq_len", "768"), ("compile.enable", enable)]
-        job, _, errors = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
+        job, _, errors = read_job("paper/llama3-8b", [*keys, ("train.global_batch_size", "2")])
         cluster = parse_cluster("1x2xH100")
         assert not errors
         plan = resolve(job, cluster_machine(cluster))
@@ -86,11 +86,11 @@ def test_compiled_loss_has_no_float32_logits() -> None:
 # inductor's own pass: `python -m tests.fake_cuda RECIPE KEY=VALUE`.  With graph breaks, backward
 # runs the forward graphs again.
 FUSED = {
-    ("llama3-70b-async-tp", ""): ((4, 4), (7, 7)),
-    ("llama3-70b-async-tp", "precision.float8=none"): ((4, 4), (7, 7)),
+    ("paper/llama3-70b-async-tp", ""): ((4, 4), (7, 7)),
+    ("paper/llama3-70b-async-tp", "precision.float8=none"): ((4, 4), (7, 7)),
     # Scales per row: gate and up are cast after the gather; keys and values are too small for it.
-    ("llama3-70b-async-tp", "precision.float8=rowwise"): ((3, 4), (4, 7)),
-    ("llama3-405b-4d-65k", ""): ((4, 4), (8, 8)),
+    ("paper/llama3-70b-async-tp", "precision.float8=rowwise"): ((3, 4), (4, 7)),
+    ("paper/llama3-405b-4d-65k", ""): ((4, 4), (8, 8)),
 }
 
 

@@ -39,11 +39,11 @@ CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash
     # or of the parts of both; and all of them.
     ("recipe", "layers", "is_compiled", "exchanges", "attention"),
     [
-        ("llama3-405b-4d-65k", 8, True, (8, 8), CUDNN),
+        ("paper/llama3-405b-4d-65k", 8, True, (8, 8), CUDNN),
         ("qwen3-0.6b-finetune", 2, True, (0, 0), "flex_attention"),
-        ("qwen3-30b-a3b", 2, False, (0, 0), CUDNN),
-        pytest.param("llama3-8b-8gpu-float8", 2, True, (0, 0), CUDNN, marks=pytest.mark.slow),
-        pytest.param("llama3-70b-async-tp", 2, True, (11, 11), CUDNN, marks=pytest.mark.slow),
+        ("qwen3-30b-a3b", 2, True, (0, 0), CUDNN),
+        pytest.param("paper/llama3-8b-8gpu-float8", 2, True, (0, 0), CUDNN, marks=pytest.mark.slow),
+        pytest.param("paper/llama3-70b-async-tp", 2, True, (11, 11), CUDNN, marks=pytest.mark.slow),
     ],
 )
 def test_step_is_captured_and_fused_and_waits_for_nothing(
@@ -53,7 +53,7 @@ def test_step_is_captured_and_fused_and_waits_for_nothing(
     assert counts["host_waits"] == {}
     # The 405B keeps its parameters gathered for all microbatches; one GPU gathers nothing.
     assert (counts["prefetched"] > 0) == (
-        recipe not in ("llama3-405b-4d-65k", "qwen3-0.6b-finetune")
+        recipe not in ("paper/llama3-405b-4d-65k", "qwen3-0.6b-finetune")
     )
     assert fused(counts) == exchanges
     assert (counts["compiled_operators"] > 500) == is_compiled
@@ -80,7 +80,7 @@ def document_mask(ids, window, chunk):
     return create_block_mask(visible, len(ids), None, ids.shape[1], ids.shape[1], ids.device)
 decoder.document_mask = document_mask
 """
-LONG_DOCUMENTS = ("llama3-405b-4d-65k", "model.num_layers=8", "data.packing=documents")
+LONG_DOCUMENTS = ("paper/llama3-405b-4d-65k", "model.num_layers=8", "data.packing=documents")
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_fault_mask_of_all_pairs_is_found() -> None:
         count(*LONG_DOCUMENTS, "parallel.cp_method=ulysses", fault=f"{LARGE_TENSORS}\n{LARGE_MASK}")
 
 
-SMALL = ("llama3-70b-async-tp", "model.num_layers=2")
+SMALL = ("paper/llama3-70b-async-tp", "model.num_layers=2")
 BFLOAT16 = (*SMALL, "precision.float8=none")
 
 
@@ -154,7 +154,7 @@ apply.parallelize_model = parallelize_model
 @pytest.mark.parametrize(("fault", "num_ends"), [("", 1), (ONE_ROOT, 2)], ids=["units", "one root"])
 def test_head_is_gathered_and_reduced_beside_blocks(fault: str, num_ends: int) -> None:
     """Exposed are the embedding, block 0 at both ends of a microbatch, and backward's first."""
-    counts = count("llama3-8b", "model.num_layers=2", fault=fault)
+    counts = count("paper/llama3-8b", "model.num_layers=2", fault=fault)
     microbatches, table, block = counts["microbatches"], 128256 * 4096 / 1e6, 218.112
     exposed = counts["exposed_megabytes"]
     gathered = 2 * (num_ends * table + 2 * microbatches * block)
@@ -297,7 +297,7 @@ data_parallel._set_prefetch = lambda *args: None
 
 @pytest.mark.slow
 def test_fault_dropped_prefetch_is_found() -> None:
-    step = ("llama3-8b-8gpu-compile", "model.num_layers=6")
+    step = ("paper/llama3-8b-8gpu-compile", "model.num_layers=6")
     # All but the gathers of the root, of the first block and of the first one in backward.
     assert (counts := count(*step))["prefetched"] == counts["fsdp_gathers"] - 3 == 10
     assert count(*step, fault=DROPPED_PREFETCH)["prefetched"] == 5

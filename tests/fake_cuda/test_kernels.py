@@ -52,7 +52,7 @@ TritonOverrides.sigmoid = staticmethod(lambda x: f"tl.no_such_function({x})")
 
 @pytest.mark.slow
 def test_fault_kernel_that_does_not_build_is_found() -> None:
-    run = ("llama3-8b-8gpu-compile", "model.num_layers=1")
+    run = ("paper/llama3-8b-8gpu-compile", "model.num_layers=1")
     (text,) = failures({90: build_kernels(*run, architecture=90, fault=NO_SUCH_FUNCTION)})
     assert text.startswith("sm_90: DecoderBlock.forward, backward: triton_poi_fused_")
     assert "no_such_function" in text
@@ -67,7 +67,7 @@ lowering.lowerings[torch.ops.aten.mm.default] = lambda *args, **options: 1 / 0
 
 @pytest.mark.slow
 def test_fault_function_without_code_is_found() -> None:
-    run = ("llama3-8b-8gpu-compile", "model.num_layers=1")
+    run = ("paper/llama3-8b-8gpu-compile", "model.num_layers=1")
     with pytest.raises(RuntimeError, match=r"DecoderBlock\.forward forward: .*ZeroDivisionError"):
         build_kernels(*run, architecture=90, fault=NO_LOWERING)
 

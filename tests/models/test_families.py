@@ -569,7 +569,7 @@ def test_forecast_of_another_family_has_step_seconds() -> None:
     def local_machine(section: RunSection) -> Machine:
         return Machine("cpu", devices=2)
 
-    recipe = "llama3-8b"
+    recipe = "paper/llama3-8b"
     plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", local_machine)
     prediction = forecast(plan, machine, device_spec(plan, machine))
     assert plan.num_params == 8_190_735_360

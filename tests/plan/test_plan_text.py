@@ -10,7 +10,7 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.files import write_json
-from weft.config.reader import recipe_names
+from weft.config.reader import read_job, recipe_names
 from weft.config.schema import Job, RunSection
 from weft.models import FAMILIES
 from weft.models.hf_mapping import SCORE_HEAD, to_hf_config
@@ -22,6 +22,7 @@ from weft.plan.plan_text import (
     format_placement,
     format_stages,
     plan_recipe,
+    run_title,
 )
 
 GIB = 2**30
@@ -45,23 +46,28 @@ def screen(recipe: str, *overrides: tuple[str, str], cluster: str | None = None)
 # Published values: ranks, tp, cp, pp, data-parallel ranks, sequences and tokens per step.
 PUBLISHED = {
     "llama3-8b": (128, 1, 1, 1, 128, 512, 8192),
-    "llama3-8b-compile": (128, 1, 1, 1, 128, 512, 8192),
-    "llama3-8b-float8": (128, 1, 1, 1, 128, 512, 8192),
     "llama3-8b-8gpu": (8, 1, 1, 1, 8, 16, 8192),
-    "llama3-8b-8gpu-compile": (8, 1, 1, 1, 8, 16, 8192),
-    "llama3-8b-8gpu-float8": (8, 1, 1, 1, 8, 16, 8192),
-    "llama3-70b": (256, 8, 1, 1, 32, 512, 8192),
-    "llama3-70b-float8": (256, 8, 1, 1, 32, 512, 8192),
-    "llama3-70b-async-tp": (256, 8, 1, 1, 32, 512, 8192),
-    "llama3-405b": (512, 8, 1, 8, 8, 256, 8192),
-    "llama3-405b-float8": (512, 8, 1, 8, 8, 256, 8192),
-    "llama3-405b-1f1b": (512, 8, 1, 8, 8, 256, 8192),
-    "llama3-405b-4d-32k": (512, 8, 1, 8, 8, 64, 32768),
-    "llama3-405b-4d-65k": (512, 8, 2, 8, 4, 32, 65536),
-    "llama3-405b-4d-131k": (512, 8, 4, 8, 2, 16, 131072),
-    "llama3-405b-4d-262k": (512, 8, 8, 8, 1, 8, 262144),
-    "llama3-405b-16k": (16384, 8, 1, 16, 128, 16 * 128, 8192),
-    "llama3-405b-128k": (16384, 8, 16, 16, 8, 16 * 8, 131072),
+    "llama3-70b": (256, 1, 1, 1, 256, 512, 8192),
+    "llama3-405b": (512, 4, 1, 1, 128, 256, 8192),
+    "llama3-405b-131k": (512, 8, 4, 1, 16, 16, 131072),
+    "paper/llama3-8b": (128, 1, 1, 1, 128, 512, 8192),
+    "paper/llama3-8b-compile": (128, 1, 1, 1, 128, 512, 8192),
+    "paper/llama3-8b-float8": (128, 1, 1, 1, 128, 512, 8192),
+    "paper/llama3-8b-8gpu": (8, 1, 1, 1, 8, 16, 8192),
+    "paper/llama3-8b-8gpu-compile": (8, 1, 1, 1, 8, 16, 8192),
+    "paper/llama3-8b-8gpu-float8": (8, 1, 1, 1, 8, 16, 8192),
+    "paper/llama3-70b": (256, 8, 1, 1, 32, 512, 8192),
+    "paper/llama3-70b-float8": (256, 8, 1, 1, 32, 512, 8192),
+    "paper/llama3-70b-async-tp": (256, 8, 1, 1, 32, 512, 8192),
+    "paper/llama3-405b": (512, 8, 1, 8, 8, 256, 8192),
+    "paper/llama3-405b-float8": (512, 8, 1, 8, 8, 256, 8192),
+    "paper/llama3-405b-1f1b": (512, 8, 1, 8, 8, 256, 8192),
+    "paper/llama3-405b-4d-32k": (512, 8, 1, 8, 8, 64, 32768),
+    "paper/llama3-405b-4d-65k": (512, 8, 2, 8, 4, 32, 65536),
+    "paper/llama3-405b-4d-131k": (512, 8, 4, 8, 2, 16, 131072),
+    "paper/llama3-405b-4d-262k": (512, 8, 8, 8, 1, 8, 262144),
+    "paper/llama3-405b-16k": (16384, 8, 1, 16, 128, 16 * 128, 8192),
+    "paper/llama3-405b-128k": (16384, 8, 16, 16, 8, 16 * 8, 131072),
     "three-servers": (96, 4, 1, 6, 4, 512, 8192),
 }
 PARAMETERS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
@@ -93,7 +99,7 @@ def test_plan_mics_recipes_have_the_published_replicas() -> None:
 def test_plan_fine_tuning_recipe_is_for_one_server() -> None:
     job, plan, _ = planned("llama3-8b-finetune")
     assert (plan.world_size, plan.dp_shard) == (8, 8)
-    assert job.optim.lr < planned("llama3-8b")[0].optim.lr / 10
+    assert job.optim.lr < planned("paper/llama3-8b")[0].optim.lr / 10
     assert job.data.packing == "documents"
 
 
@@ -182,6 +188,32 @@ def test_every_recipe_is_tested() -> None:
     assert expected == set(recipe_names())
 
 
+@pytest.mark.parametrize(
+    ("recipe", "title", "directory"),
+    [
+        ("paper/llama3-8b-8gpu", "paper/llama3-8b-8gpu", "paper-llama3-8b-8gpu"),
+        ("llama3-8b-8gpu", "llama3-8b-8gpu", "llama3-8b-8gpu"),
+        ("qwen3-0.6b-finetune", "qwen3-0.6b-finetune", "qwen3-0.6b-finetune"),
+    ],
+)
+def test_plan_recipe_with_a_slash_or_a_dot_has_its_full_name(
+    recipe: str, title: str, directory: str
+) -> None:
+    """Else two recipes would share a run directory."""
+    _, plan, machine = planned(recipe)
+    assert Path(plan.run_dir) == Path.cwd() / "runs" / directory
+    assert describe_plan(plan, machine, recipe).startswith(f"{title} on ")
+    assert run_title(plan, recipe) == title
+
+
+def test_read_recipe_extends_one_with_a_slash(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "paper/llama3-8b-8gpu"\n')
+    job, _, errors = read_job(str(path))
+    assert errors == []
+    assert job == read_job("paper/llama3-8b-8gpu")[0]
+
+
 ANY_MODEL = ("chat", "dpo", "lora", "pretrain", "qlora", "reward")
 
 
@@ -227,13 +259,13 @@ def test_plan_recipe_of_any_model_takes_the_model_of_the_path(recipe: str, tmp_p
 
 @pytest.mark.parametrize("nodes", [1, 16, 32])
 def test_plan_8b_shards_over_all_servers(nodes: int) -> None:
-    plan = planned("llama3-8b", cluster=f"{nodes}x8xH100")[1]
+    plan = planned("paper/llama3-8b", cluster=f"{nodes}x8xH100")[1]
     assert plan.dp_shard == plan.world_size == 8 * nodes
 
 
 def test_plan_16k_replicas_fit_into_a_pod() -> None:
     """A replica is 2,048 neighboring ranks, and 16 ranks shard its state."""
-    for recipe in ("llama3-405b-16k", "llama3-405b-128k"):
+    for recipe in ("paper/llama3-405b-16k", "paper/llama3-405b-128k"):
         plan = planned(recipe)[1]
         assert plan.axis_order[0] == "dp_replicate"
         assert plan.world_size // plan.dp_replicate == 2048
@@ -258,9 +290,9 @@ def test_plan_three_servers_small_has_the_layout_of_three_servers() -> None:
 
 
 def test_describe_plan_of_405b_has_layout_and_stages() -> None:
-    lines = screen("llama3-405b")
+    lines = screen("paper/llama3-405b")
     text = "\n".join(lines)
-    assert lines[0] == "llama3-405b on 64 nodes of 8 H100"
+    assert lines[0] == "paper/llama3-405b on 64 nodes of 8 H100"
     for expected in (
         "model      llama-405b: 405,853,388,800 parameters",
         "pp 8 x dp_shard 8 x tp 8 = 512 ranks, outermost first (pipeline-outer)",
@@ -279,26 +311,30 @@ def test_describe_plan_of_405b_has_layout_and_stages() -> None:
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        ("llama3-8b", [("parallel.dp_shard", "128")], "dp_shard 128 = 128 ranks\n"),
-        ("llama3-8b", [("train.microbatch_size", "3")], "2 microbatches of 3 (the last of 1)\n"),
+        ("paper/llama3-8b", [("parallel.dp_shard", "128")], "dp_shard 128 = 128 ranks\n"),
         (
-            "llama3-8b",
+            "paper/llama3-8b",
+            [("train.microbatch_size", "3")],
+            "2 microbatches of 3 (the last of 1)\n",
+        ),
+        (
+            "paper/llama3-8b",
             [("train.microbatch_size", "auto")],
             "4 sequences for each of 128 data-parallel ",
         ),
-        ("llama3-8b", [("train.microbatch_size", "auto")], "ranks, at once\n"),
+        ("paper/llama3-8b", [("train.microbatch_size", "auto")], "ranks, at once\n"),
         (
-            "llama3-8b",
+            "paper/llama3-8b",
             [("parallel.reshard_after_forward", "8")],
             "resharded over 8 ranks after forward",
         ),
         (
-            "llama3-8b",
+            "paper/llama3-8b",
             [],
             "gathered parameters freed after forward; gradients reduced once per microbatch\n",
         ),
-        ("llama3-8b", [("model.dim", "2048")], "llama-8b with dim 2048: "),
-        ("llama3-405b-128k", [], "parameters over 16 ranks (dp_shard 1 x cp 16)"),
+        ("paper/llama3-8b", [("model.dim", "2048")], "llama-8b with dim 2048: "),
+        ("paper/llama3-405b-128k", [], "parameters over 16 ranks (dp_shard 1 x cp 16)"),
         ("three-servers", [], "none: every rank holds its part of the model unsharded\n"),
         ("three-servers-small", [], "three-servers-small on 24 CPU processes\n"),
         ("demo", [("run.nproc_per_node", "1")], "demo on 1 CPU process\n"),
@@ -324,13 +360,13 @@ def test_describe_plan_lines_follow_the_keys(
 
 
 def test_warnings_are_shown() -> None:
-    lines = screen("llama3-70b", ("parallel.tp", "16"), ("parallel.dp_shard", "16"))
+    lines = screen("paper/llama3-70b", ("parallel.tp", "16"), ("parallel.dp_shard", "16"))
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert "parallel.tp=16: the group of ranks 0-15 spans 2 nodes of 8" in warning
 
 
 def test_describe_plan_long_table_omits_the_middle() -> None:
-    lines = screen("llama3-405b-16k")
+    lines = screen("paper/llama3-405b-16k")
     assert any(re.fullmatch(r"\.\.\. 104 more \.\.\.", line) for line in lines)
     stages = [int(m[1]) for line in lines if (m := re.match(r" +(\d+) +\d+  \S+", line))]
     assert stages[:24] == [*range(12), *range(116, 128)]
@@ -342,7 +378,7 @@ def test_describe_plan_long_table_omits_the_middle() -> None:
 
 def test_memory_bytes_are_those_counted_by_hand() -> None:
     """Compare a fully sharded layout with a sum of sizes."""
-    _job, plan, _ = planned("llama3-70b", ("train.microbatch_size", "1"))
+    _job, plan, _ = planned("paper/llama3-70b", ("train.microbatch_size", "1"))
     dim, kv, ffn, vocab, tokens = 8192, 1024, 28672, 128256, 8192
     states = 16 * PARAMETERS["70b"] / 256
     block = 2 * dim * dim + 2 * dim * kv + 3 * dim * ffn + 2 * dim
@@ -354,7 +390,7 @@ def test_memory_bytes_are_those_counted_by_hand() -> None:
 
 def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
     """The prediction is the fullest rank's stages plus the weights gathered at once."""
-    _job, plan, _ = planned("llama3-405b")
+    _job, plan, _ = planned("paper/llama3-405b")
     assert plan.pipeline is not None
     stages = plan.pipeline.stages
     loop = [[stages[rank], stages[rank + 8]] for rank in range(8)]
@@ -368,7 +404,7 @@ def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
 def test_memory_unsharded_gradients_take_four_bytes_per_parameter() -> None:
     """Accumulation over microbatches takes four bytes per parameter on every rank."""
     by_sync = {
-        sync: estimate_memory_bytes(planned("llama3-8b", ("parallel.gradient_sync", sync))[1])
+        sync: estimate_memory_bytes(planned("paper/llama3-8b", ("parallel.gradient_sync", sync))[1])
         for sync in ("microbatch", "step")
     }
     assert by_sync["step"] - by_sync["microbatch"] == 4 * PARAMETERS["8b"]  # type: ignore[operator]
@@ -395,14 +431,14 @@ def test_rank_map_of_three_servers() -> None:
 
 
 def test_rank_map_without_a_pipeline() -> None:
-    assert "units" not in format_placement(planned("llama3-70b")[1])
+    assert "units" not in format_placement(planned("paper/llama3-70b")[1])
 
 
 # --------------------------------------------------------------------------- other schedules
 
 
 def test_stage_lines_v_schedule_has_both_ends_on_a_rank() -> None:
-    plan = planned("llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
+    plan = planned("paper/llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
     lines = format_stages(plan)
     assert [line.split()[:2] for line in lines[7:11]] == [
         ["6", "6"],
@@ -441,17 +477,17 @@ def errors(recipe: str, *overrides: tuple[str, str], cluster: str | None = None)
 
 
 def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
-    (line,) = errors("llama3-405b", ("parallel.dp_shard", "8"), cluster="8x8xH100")
+    (line,) = errors("paper/llama3-405b", ("parallel.dp_shard", "8"), cluster="8x8xH100")
     assert line.startswith("parallel.dp_shard=8 times tp=8, pp=8 is not equal to the 64 ranks")
     assert "Use 1, or auto, or a --cluster of 512. These layouts are possible:" in line
 
 
 def test_plan_recipe_other_cluster_changes_dp_shard() -> None:
-    _, plan, machine = planned("llama3-405b", cluster="8x8xH100")
+    _, plan, machine = planned("paper/llama3-405b", cluster="8x8xH100")
     assert (plan.dp_shard, plan.tp, plan.pp, machine.world_size) == (1, 8, 8, 64)
     note = "parallel.dp_shard=8 becomes 1: the recipe is for 512 ranks, not 64"
     assert plan.warnings[0] == note
-    _, plan, _ = planned("llama3-405b", cluster="64x8xH100")
+    _, plan, _ = planned("paper/llama3-405b", cluster="64x8xH100")
     assert note not in plan.warnings
 
 
@@ -462,7 +498,7 @@ def test_plan_recipe_replicas_that_do_not_divide_become_one() -> None:
 
 
 def test_plan_recipe_degrees_that_do_not_divide_list_layouts_that_do() -> None:
-    (line,) = errors("llama3-405b", cluster="4x8xH100")
+    (line,) = errors("paper/llama3-405b", cluster="4x8xH100")
     assert line.startswith("parallel.tp=8 times pp=8 (64 in all) does not divide the 32 ranks.")
     head, *layouts = line.split("\n  ")
     assert head.endswith("These layouts are possible:")
@@ -471,21 +507,23 @@ def test_plan_recipe_degrees_that_do_not_divide_list_layouts_that_do() -> None:
     for layout in layouts:
         words = layout.replace("--", "").split()
         pairs = zip(words[::2], words[1::2], strict=True)
-        _, plan, _ = planned("llama3-405b", *pairs, cluster="4x8xH100")
+        _, plan, _ = planned("paper/llama3-405b", *pairs, cluster="4x8xH100")
         assert plan.world_size == 32
 
 
 def test_plan_recipe_any_layout_starts_a_search_on_every_cluster() -> None:
-    plan, _ = plan_recipe("llama3-405b", [], [], "4x8xH100", lambda run: LAPTOP, any_layout=True)
+    plan, _ = plan_recipe(
+        "paper/llama3-405b", [], [], "4x8xH100", lambda run: LAPTOP, any_layout=True
+    )
     assert (plan.pp, plan.tp, plan.dp_shard) == (4, 8, 1)
 
 
 def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:
-    first, second = errors("llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
+    first, second = errors("paper/llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
     assert first.startswith("optim.lr")
     assert second.startswith("--cluster=\"1x8xH101\" has an unknown device 'H101'")
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('extends = "llama3-8b"\n[run]\ncluster = "8"\n')
+    recipe.write_text('extends = "paper/llama3-8b"\n[run]\ncluster = "8"\n')
     (line,) = errors(str(recipe))
     assert line.startswith('run.cluster="8" is not a cluster')
 
@@ -497,16 +535,18 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
         requested.append(section.device)
         return LAPTOP
 
-    plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", local_machine)
+    plan, machine = plan_recipe(
+        "paper/llama3-8b", [("run.device", "cpu")], [], "local", local_machine
+    )
     assert (requested, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
 
 
 def test_plan_recipe_errors_caused_by_another_are_not_reported() -> None:
-    (line,) = errors("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
+    (line,) = errors("paper/llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
     assert line.startswith("train.global_batch_size=0 must be at least 1")
 
 
 def test_plan_to_json_has_every_field() -> None:
-    tree = json.loads(planned("llama3-405b")[1].to_json())
+    tree = json.loads(planned("paper/llama3-405b")[1].to_json())
     assert tree["pp"] == 8
     assert len(tree["pipeline"]["stages"]) == 16

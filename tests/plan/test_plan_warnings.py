@@ -281,7 +281,8 @@ def test_warm_up_that_leaves_no_steps_is_warned_of(warm: int, steps: int, messag
 def test_gather_that_async_tp_cannot_overlap_is_warned_of(float8: str, expected: list[str]) -> None:
     words = f"parallel.tp=2 parallel.async_tp=true precision.float8={float8}".split()
     job, _, errors = read_job(
-        "llama3-8b-compile", [(key, value) for key, _, value in (w.partition("=") for w in words)]
+        "paper/llama3-8b-compile",
+        [(key, value) for key, _, value in (w.partition("=") for w in words)],
     )
     assert errors == []
     plan = resolve(job, H100)

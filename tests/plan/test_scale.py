@@ -35,26 +35,27 @@ from weft.train.setup import build
 
 Overrides = list[tuple[str, str]]
 
+EAGER = [("compile.enable", "false"), ("precision.float8", "none")]
 # Few microbatches for every recipe, with all layers.
 BRIEF: dict[str, Overrides] = {
     "demo": [("run.nproc_per_node", "4")],
-    "llama3-8b": [("train.global_batch_size", "256")],
-    "llama3-70b": [("train.global_batch_size", "64"), ("train.microbatch_size", "1")],
-    "llama3-405b": [("train.global_batch_size", "32")],
-    "llama3-405b-16k": [("train.global_batch_size", "256")],
-    "llama3-405b-128k": [("train.global_batch_size", "16")],
-    "three-servers": [("train.global_batch_size", "24")],
+    "paper/llama3-8b": [("train.global_batch_size", "256")],
+    "paper/llama3-70b": [("train.global_batch_size", "64"), ("train.microbatch_size", "1")],
+    "paper/llama3-405b": [("train.global_batch_size", "32")],
+    "paper/llama3-405b-16k": [("train.global_batch_size", "256")],
+    "paper/llama3-405b-128k": [("train.global_batch_size", "16")],
+    "three-servers": [("train.global_batch_size", "24"), *EAGER],
     "three-servers-small": [("train.global_batch_size", "6")],
 }
 # The fewest layers that give a block to every rank.
 TWO_STAGES = ("pipeline.stages_per_rank", "2")
 SHALLOW: dict[str, Overrides] = {
     "demo": [("model.num_layers", "2")],
-    "llama3-8b": [("model.num_layers", "2")],
-    "llama3-70b": [("model.num_layers", "2")],
-    "llama3-405b": [("model.num_layers", "14")],
-    "llama3-405b-16k": [("model.num_layers", "30"), TWO_STAGES],
-    "llama3-405b-128k": [("model.num_layers", "30"), TWO_STAGES],
+    "paper/llama3-8b": [("model.num_layers", "2")],
+    "paper/llama3-70b": [("model.num_layers", "2")],
+    "paper/llama3-405b": [("model.num_layers", "14")],
+    "paper/llama3-405b-16k": [("model.num_layers", "30"), TWO_STAGES],
+    "paper/llama3-405b-128k": [("model.num_layers", "30"), TWO_STAGES],
     "three-servers": [("model.num_layers", "6")],
     "three-servers-small": [("model.num_layers", "6")],
 }
@@ -65,11 +66,11 @@ WEIGHTS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "norm", "embed_
 OF_405B_OVER_16 = [128, 8, (1024, 2048), 416, (1024, 6656), 1024, 1002, 1002]
 HELD: dict[str, tuple[int, list[Any]]] = {
     "demo": (4, [48, 16, (48, 192), 128, (48, 512), 48, 1024, 0]),
-    "llama3-8b": (128, [32, 8, (32, 4096), 112, (32, 14336), 32, 1002, 1002]),
-    "llama3-70b": (256, [32, 4, (256, 1024), 112, (256, 3584), 256, 501, 501]),
-    "llama3-405b": (512, [256, 16, (2048, 2048), 832, (2048, 6656), 2048, 2004, 2004]),
-    "llama3-405b-16k": (16384, OF_405B_OVER_16),
-    "llama3-405b-128k": (16384, OF_405B_OVER_16),
+    "paper/llama3-8b": (128, [32, 8, (32, 4096), 112, (32, 14336), 32, 1002, 1002]),
+    "paper/llama3-70b": (256, [32, 4, (256, 1024), 112, (256, 3584), 256, 501, 501]),
+    "paper/llama3-405b": (512, [256, 16, (2048, 2048), 832, (2048, 6656), 2048, 2004, 2004]),
+    "paper/llama3-405b-16k": (16384, OF_405B_OVER_16),
+    "paper/llama3-405b-128k": (16384, OF_405B_OVER_16),
     "three-servers": (96, [2048, 256, (8192, 2048), 7168, (8192, 7168), 8192, 32064, 32064]),
     "three-servers-small": (24, [24, 24, (96, 24), 64, (96, 64), 96, 128, 128]),
 }
@@ -95,9 +96,9 @@ PLACEMENTS = ("first", "middle", "last")
 # three-servers and three-servers-small.
 OFTEN = {
     ("demo", "first"),
-    ("llama3-70b", "middle"),
-    ("llama3-405b", "last"),
-    ("llama3-405b-128k", "middle"),
+    ("paper/llama3-70b", "middle"),
+    ("paper/llama3-405b", "last"),
+    ("paper/llama3-405b-128k", "middle"),
     ("three-servers-small", "first"),
     ("three-servers-small", "last"),
 }
@@ -126,11 +127,11 @@ def test_step_of_a_recipe_in_full_depth_has_the_expected_collectives(
 
 
 def test_every_recipe_extends_a_tested_one() -> None:
-    """Every other recipe extends one of these, or tunes by FSDP, as `llama3-8b` trains."""
+    """Every other recipe extends one of these, or trains by FSDP as `paper/llama3-8b`."""
     assert set(HELD) == set(BRIEF) == set(SHALLOW)
     for recipe in set(sized_recipes()) - set(HELD):
         base = recipe
-        while base not in {*HELD, "chat"}:
+        while base not in {*HELD, "chat", "llama3-8b"}:
             base = tomllib.loads((RECIPES / f"{base}.toml").read_text())["extends"]
 
 
@@ -285,8 +286,8 @@ def collectives_by_axis(plan: Plan, counts: Counter[str]) -> dict[str, int]:
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(recipe, marks=[pytest.mark.slow] if recipe == "llama3-405b-16k" else [])
-        for recipe in sorted({*HELD} - {"llama3-405b-128k", "three-servers-small"})
+        pytest.param(recipe, marks=[pytest.mark.slow] if recipe == "paper/llama3-405b-16k" else [])
+        for recipe in sorted({*HELD} - {"paper/llama3-405b-128k", "three-servers-small"})
     ],
 )
 def test_every_weight_is_held_once(recipe: str) -> None:

@@ -59,7 +59,15 @@ def test_compare_plan_only_layouts_of_8b_are_ranked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Plans for two servers are made on this machine."""
-    command = ["compare", "llama3-8b", "--plan-only", "--cluster", "2x8xh100", "--price", "2.5"]
+    command = [
+        "compare",
+        "paper/llama3-8b",
+        "--plan-only",
+        "--cluster",
+        "2x8xh100",
+        "--price",
+        "2.5",
+    ]
     command += ["--vary", "parallel.tp=1,3,8", "--vary", "activation_checkpoint.mode=none,full"]
     command += ["--train.seq_len", "4096", "--train.global_batch_size", "64", "--json"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0

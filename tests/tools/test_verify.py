@@ -703,7 +703,7 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
 
 
 def test_shrink_405b_equals_the_documentation() -> None:
-    result = case(recipe="llama3-405b")
+    result = case(recipe="paper/llama3-405b")
     assert result.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
     assert result.plan.axis_sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert result.shrunk["model.dim"] == (16384, result.plan.model.dim)

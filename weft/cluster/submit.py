@@ -24,7 +24,7 @@ from weft.cluster.job_request import RUN_DIR, Cluster, JobRequest, is_active
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
 from weft.config.files import expand_path, replace_text, write_json
-from weft.config.reader import read_job
+from weft.config.reader import read_job, recipe_slug
 from weft.config.schema import Job, RunSection
 from weft.config.schema import replace as changed
 from weft.config.storage import open_directory
@@ -191,8 +191,9 @@ def build_preparation(
     """
     run = {"device": "cpu", "cluster": "local", "nodes": str(num_workers)}
     job = changed(job, run=run, resilience={"preflight": False})
-    stem = Path(recipe).stem if recipe.endswith(".toml") else Path(recipe).name
-    run_dir = expand_path(f"runs/prepare-{stem}" if job.run.dir == "auto" else job.run.dir)
+    run_dir = expand_path(
+        f"runs/prepare-{recipe_slug(recipe)}" if job.run.dir == "auto" else job.run.dir
+    )
     run_dir = run_dir.absolute()
     name = format_name(run_dir.name, "prepare")
     pairs = {key: value for key, value in overrides if not key.startswith(("launch.", "run."))}

@@ -92,10 +92,30 @@ MAX_RECIPE_BYTES = 16 << 20
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes, sorted."""
+    """Return the names of the shipped recipes, sorted.
+
+    Those in a directory of recipes have its name: ``paper/llama3-8b``.
+    """
+    directories = {"": RECIPES, "paper/": RECIPES / "paper"}
     return sorted(
-        f.name.removesuffix(".toml") for f in RECIPES.iterdir() if f.name.endswith(".toml")
+        prefix + file.name.removesuffix(".toml")
+        for prefix, directory in directories.items()
+        for file in directory.iterdir()
+        if file.name.endswith(".toml")
     )
+
+
+def recipe_title(recipe: str) -> str:
+    """Return the name of a recipe for people.
+
+    That is a shipped name, or the last part of a path, without ``.toml``.
+    """
+    return recipe if recipe in recipe_names() else Path(recipe).name.removesuffix(".toml")
+
+
+def recipe_slug(recipe: str) -> str:
+    """Return the `recipe_title` as one part of a path."""
+    return recipe_title(recipe).replace("/", "-")
 
 
 def read_job(

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.config.reader import read_job
+from weft.config.reader import read_job, recipe_title
 from weft.config.schema import Job, RunSection
 from weft.plan.degrees import NPROC, RANKS
 from weft.plan.devices import Cluster, parse_cluster
@@ -141,7 +140,7 @@ def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
     ]
     if plan.pipeline is not None:
         rows.append(("pipeline", _describe_pipeline(plan)))
-    lines = [f"{Path(recipe).stem} on {describe_machine(plan, machine)}"]
+    lines = [f"{recipe_title(recipe)} on {describe_machine(plan, machine)}"]
     lines += [f"  {name:<10} {text}" for name, text in rows]
     if plan.pipeline is not None:
         lines += ["", *format_stages(plan)]
@@ -151,7 +150,7 @@ def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
 
 def run_title(plan: Plan, recipe: str) -> str:
     """Return the names of model and recipe; of a ``job.toml`` the name of its run."""
-    name, model = Path(recipe).stem, model_name(plan.job.model.path)
+    name, model = recipe_title(recipe), model_name(plan.job.model.path)
     return plan.run_path.name if name == "job" else f"{model} {name}" if model else name
 
 

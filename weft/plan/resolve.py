@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from weft.config.accelerators import unit_of
 from weft.config.errors import ConfigErrors, InvalidConfig
-from weft.config.reader import recipe_names
+from weft.config.reader import recipe_names, recipe_slug
 from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
 from weft.plan.degrees import ParallelDims, divisors, resolve_degrees
@@ -496,4 +496,5 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
     changes = {key: value for key, (value, _) in keys.items() if not key.startswith(same)}
     text = json.dumps(changes, sort_keys=True, default=str)
     suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8] if changes else ""
-    return str(Path("runs").absolute() / f"{f'{model}-' * bool(model)}{Path(recipe).stem}{suffix}")
+    name = f"{f'{model}-' * bool(model)}{recipe_slug(recipe)}{suffix}"
+    return str(Path("runs").absolute() / name)

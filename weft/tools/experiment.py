@@ -39,6 +39,7 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading, replace_text, write_json
 from weft.config.locks import lock_directory
+from weft.config.reader import recipe_slug
 from weft.config.schema import Job
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.run_reader import FAILURE_KINDS, RunReader, is_run_dir
@@ -260,7 +261,8 @@ def is_finished(run: Path) -> bool:
 
 def default_dir(variants: Sequence[Variant]) -> Path:
     """Return ``runs/compare-<recipes>-<hash of the variants>``."""
-    names = "-".join(dict.fromkeys(Path(variant.recipe).stem for variant in variants))[:22]
+    names = "-".join(dict.fromkeys(recipe_slug(variant.recipe) for variant in variants))[:40]
+    names = "-".join(dict.fromkeys(recipe_slug(variant.recipe) for variant in variants))[:22]
     text = json.dumps([variant.identity() for variant in variants], sort_keys=True)
     return Path("runs") / f"compare-{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

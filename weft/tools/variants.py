@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
-from pathlib import Path
 from typing import Any
 
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
-from weft.config.reader import read_job
+from weft.config.reader import read_job, recipe_title
 from weft.config.schema import Job, flatten
 from weft.plan.plan import Plan
 from weft.tools.adapter_path import adopt_paths
@@ -229,7 +228,7 @@ def prepare_variant(out: str, recipe: str, overrides: Overrides) -> Plan:
 
 def _short_names(recipes: Sequence[str]) -> list[str]:
     """Return short names of the recipes, if they are unique."""
-    short = [Path(recipe).stem for recipe in recipes]
+    short = [recipe_title(recipe).rpartition("/")[2] for recipe in recipes]
     return short if len(set(short)) == len(set(recipes)) else list(recipes)
 
 

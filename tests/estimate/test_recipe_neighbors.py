@@ -1,0 +1,85 @@
+"""No shipped recipe is more than a tenth slower than what weft itself finds near it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.recipe_neighbors import FREE, Neighborhood, neighbors_recipes, read_results
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.estimate.advice import advise, apply_change, candidate_changes
+from weft.estimate.analytic import supports_formulas
+from weft.estimate.forecast import forecast
+from weft.plan.devices import GIB, parse_cluster
+from weft.plan.resolve import resolve
+
+SLOWER = 1.1
+# Formulas of memory are up to this fraction too low.
+FORMULA_ERROR = 0.05
+# Its layout is its purpose: a lost server costs one replica.
+FIXED_LAYOUT = ("three-servers",)
+# These keys change the numbers of a step, so they are the recipe's choice.
+NUMBERS = ("precision.float8", "optim.state_dtype")
+RECIPES = [name for name in neighbors_recipes() if name not in FIXED_LAYOUT]
+OFTEN = ("llama3-8b-8gpu", "llama3-70b", "llama3-405b")
+near = cache(Neighborhood)
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_recorded_neighbors_that_leave_room_are_not_faster() -> None:
+    results = read_results()
+    assert {"llama3-8b", "llama3-70b", "llama3-405b", "qwen3-30b-a3b"} <= results.keys()
+    for recipe, row in results.items():
+        capacity = (parse_cluster(read_job(recipe)[0].run.cluster).memory_bytes or 0) / GIB
+        plans = row["plans"]
+        fitting = [plan for plan in plans.values() if plan["gib"] <= (1 - FREE) * capacity]
+        assert plans[""] in fitting, recipe
+        best = max(plan["tokens_per_second_per_device"] for plan in fitting)
+        assert best <= SLOWER * plans[""]["tokens_per_second_per_device"], recipe
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in RECIPES],
+)
+def test_recipe_is_not_slower_than_its_advice_by_formulas(recipe: str) -> None:
+    here = near(recipe)
+    if not supports_formulas(here.plan):
+        assert recipe not in ("llama3-8b", "llama3-70b", "llama3-405b")
+        return
+    own, _ = here.estimate(here.plan)
+    room = (1 - FREE - FORMULA_ERROR) * (here.machine.memory_bytes or 0)
+    for change in candidate_changes(here.plan, here.machine):
+        if change.keys() & set(NUMBERS):
+            continue
+        try:
+            plan = resolve(apply_change(here.plan.job, change), here.machine)
+            seconds, memory = here.estimate(plan)
+        except (InvalidConfig, ValueError):
+            continue
+        assert memory > room or own <= SLOWER * seconds, change
+
+
+def test_recipes_of_dense_pretraining_multiply_in_float8_where_the_device_can() -> None:
+    for recipe in ("llama3-1b", "llama3-3b", "llama3-8b", "llama3-8b-8gpu", "llama3-70b"):
+        assert read_job(recipe)[0].precision.float8 == "tensorwise"
+    for recipe in ("llama3-405b", "llama3-405b-131k", "olmo2-7b", "olmo3-7b"):
+        assert read_job(recipe)[0].precision.float8 == "tensorwise"
+    assert read_job("mics-50b")[0].precision.float8 == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_is_not_slower_than_its_traced_advice_and_neighbors(recipe: str) -> None:
+    here = near(recipe)
+    prediction = forecast(here.plan, here.machine, here.device)
+    assert prediction.fits
+    for advice in advise(here.plan, here.machine, here.device, prediction):
+        assert advice.speedup <= SLOWER - 1 or advice.change.keys() & set(NUMBERS), str(advice)
+    plans = read_results().get(recipe, {"plans": {}})["plans"].values()
+    capacity = (here.machine.memory_bytes or 0) / GIB
+    fitting = [plan for plan in plans if plan["gib"] <= (1 - FREE) * capacity]
+    best = max((plan["tokens_per_second_per_device"] for plan in fitting), default=0.0)
+    assert best <= SLOWER * (prediction.tokens_per_second_per_device or 0.0)
