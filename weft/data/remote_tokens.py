@@ -762,9 +762,9 @@ class ReaderClient:
             with suppress(OSError), _short_path(directory, name) as path:
                 connection.connect(path)
                 break
-            if self._process is not None and self._process.poll():
+            if self._process is not None and (status := self._process.poll()):
                 self._process = None
-                num_failed += 1
+                num_failed += status > 0  # one that a signal killed may start again
             if time.monotonic() > deadline or num_failed == 3:
                 raise self._broken_reader("does not start")
             self.start_reader()
