@@ -1,11 +1,13 @@
 """Count what one step of every shipped recipe does on a GPU, without a GPU.
 
     python benchmarks/fake_cuda.py [--json] [--write] [RECIPE ...]
+    python benchmarks/fake_cuda.py --page
 
 Rank 0 of each recipe's own world runs one step on fake CUDA tensors (`tests.fake_cuda`).  The table
 has a row for each recipe; ``--json`` prints all counts.  ``--write`` writes them to
 benchmarks/fake_cuda.json and the table to docs/gpu-steps.md; both are in the repository, so that a
 change of the code shows which recipes it changes.  With RECIPE, only these are recorded anew.
+``--page`` writes the page from the counts in the repository.
 Recipes without a cluster of GPUs are left out.
 """
 
@@ -53,9 +55,9 @@ def page(results: Mapping[str, Any]) -> str:
 def table(steps: Mapping[str, Counts]) -> Iterator[str]:
     """Yield the lines of the table."""
     yield "| recipe | microbatches | collectives | matmuls | attention | graphs "
-    yield "| captured operators | eager operators | fused exchanges | prefetched gathers "
-    yield "| host waits |\n"
-    yield f"|{'---|' * 11}\n"
+    yield "| captured operators | eager kernels | fused exchanges | prefetched gathers "
+    yield "| exposed MB | host waits |\n"
+    yield f"|{'---|' * 12}\n"
     for recipe, step in steps.items():
         graphs = step["graphs"]
         exchanges = sum(graph["gathers"] + graph["scatters"] for graph in graphs)
@@ -68,9 +70,10 @@ def table(steps: Mapping[str, Counts]) -> Iterator[str]:
             join({short(name): count for name, count in step["attention"].items()}),
             ", ".join(f"{graph['kind']} {graph['operators']}" for graph in graphs),
             f"{step['compiled_operators']:,}",
-            f"{step['eager_operators']:,}",
+            f"{step['eager_kernels']:,}" if "eager_kernels" in step else "",
             f"{fused} of {exchanges}" if step["async_tp"] else "",
             f"{step['prefetched']} of {step['fsdp_gathers']}" if step["fsdp_gathers"] else "",
+            join({key: size for key, size in step.get("exposed_megabytes", {}).items() if size}),
             str(sum(step["host_waits"].values())),
         ]
         yield f"| {' | '.join(cells)} |\n"
@@ -92,7 +95,11 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="default: all")
     parser.add_argument("--json", action="store_true", help="print all counts as JSON")
     parser.add_argument("--write", action="store_true", help="write the page and all counts")
+    parser.add_argument("--page", action="store_true", help="write the page, and count nothing")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), "utf-8")
+        return
     recipes = options.recipes or gpu_recipes()
     began = time.monotonic()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -119,16 +126,20 @@ but no memory (`tests/fake_cuda`). Nothing is timed. `python benchmarks/fake_cud
 the table ({date}, PyTorch {torch}); `benchmarks/fake_cuda.json` has all counts.
 
 - *Microbatches*: at most two, or one for each pipeline rank; a step of more repeats them.
-- *Collectives* by mesh axis, *matmuls* by dtype, and *attention* by kernel: of
-  all microbatches. Axes that have all ranks share one group, which has the name of the last one:
-  with `ep` over all ranks, FSDP's collectives are there, too.
+- *Collectives* by mesh axis, *matmuls* by dtype, and *attention* by kernel, as PyTorch's
+  conditions choose it for the device (`tests/fake_cuda/attention.py`): of all microbatches. Axes
+  that have all ranks share one group, which has the name of the last one: with `ep` over all
+  ranks, FSDP's collectives are there, too.
 - *Graphs*: the operators of each graph that torch.compile captures. All blocks share the graphs.
-  *Captured operators* run in them, *eager operators* one by one; both counts are of the whole
-  step, before fusion.
+  *Captured operators* run in them, before fusion. *Eager kernels* are operators that run one by
+  one and launch a kernel; views, queries of tensors and new memory are not counted. Both are of
+  the whole step. A row without them was counted before this was.
 - *Fused exchanges*: the gathers and scatters of tensor parallelism that asynchronous TP overlaps,
   of all in the graphs.
 - *Prefetched gathers*: FSDP's gathers of parameters with a matmul between their start and their
   use, of all.
+- *Exposed MB*: bytes of FSDP's collectives, unsharded, without a matmul between their start and
+  what waits for them.
 - *Host waits*: how often the host waits for the device, also for a copy. The sizes of expert
   parallelism's all-to-all are not counted.
 

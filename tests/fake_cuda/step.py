@@ -9,8 +9,10 @@ applies inductor's pass for asynchronous tensor parallelism to a copy, and lets 
 operator by operator.
 
 *Attention.*  PyTorch chooses the kernel in code that a CPU build lacks.  `choose_attention` and
-`choose_kernel` choose as it would on Hopper with weft's order
-(`weft.train.setup.fastest_attention`).
+`choose_kernel` choose as `tests.fake_cuda.attention` says for the device of the plan.
+
+*Eager kernels* are operators that run one by one and launch at least one kernel.  Views, new
+memory, queries of a tensor, marks of the profiler, waits and work on the CPU launch none.
 
 *Documents.*  Their ids have values, on the host: documents of `DOCUMENT_TOKENS`.
 
@@ -46,6 +48,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import weft
+from tests.fake_cuda import device as fake_device
+from tests.fake_cuda.attention import Shapes, choose_backend
 from tests.fake_cuda.device import fake_cuda
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
@@ -59,7 +63,7 @@ from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import apply, block_attention, context_parallel
 from weft.parallel import compile as compiling
 from weft.parallel.mesh import axis_by_group_name
-from weft.plan.devices import parse_cluster
+from weft.plan.devices import find_device, parse_cluster
 from weft.plan.plan import Plan
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
@@ -70,10 +74,28 @@ from weft.train.step import batch_to
 PACKAGE = f"{Path(weft.__file__).parent}/"
 MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 MATMULS |= {"scaled_grouped_mm"}
+# Operators without a kernel, beside views: they make or describe memory, or order streams.
+NO_KERNELS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+NO_KERNELS |= {
+    "_unsafe_view",
+    "_reshape_alias",
+    "set_",
+    "lift_fresh",
+    "is_same_size",
+    "wait_tensor",
+}
+NO_KERNELS |= {
+    "record_stream",
+    "_wrap_tensor_autograd",
+    "copy_metadata",
+    "is_pinned",
+    "_pin_memory",
+}
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"}
 FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
 FUSED_SCATTERS = ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
 DOCUMENT_TOKENS = 3000
+AMPERE = (8, 0)  # clusters.toml has the capabilities of newer devices
 FSDP_GATHERS = ("_allgather_base_", "allgather_")
 FSDP_REDUCTIONS = ("_reduce_scatter_base_", "allreduce_")
 END_OF_BACKWARD = "FSDP::root_post_backward_callback"
@@ -98,9 +120,9 @@ class Step:
 
     microbatches: int = 0
     async_tp: bool = False  # only then exchanges can be fused
-    eager_operators: int = 0  # that run one by one, without those of captured graphs
+    eager_kernels: int = 0  # of operators that run one by one, without captured graphs
     compiled_operators: int = 0  # of captured graphs
-    optimizer_operators: int = 0  # of clipping and the update
+    optimizer_kernels: int = 0  # of clipping and the update
     matmuls: Counter[str] = field(default_factory=Counter)  # by dtype
     attention: Counter[str] = field(default_factory=Counter)  # by operator
     float8_casts: Counter[str] = field(default_factory=Counter)  # eager and compiled
@@ -131,6 +153,14 @@ def line_of_weft() -> str:
     if not frames:
         return "outside of weft"
     return f"{frames[-1].filename.removeprefix(PACKAGE)}: {frames[-1].line}"
+
+
+def launches_kernel(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return True if an operator launches a kernel on the device."""
+    name = func.overloadpacket.__name__
+    if func.namespace in ("prim", "profiler") or name in NO_KERNELS or func.is_view:
+        return False
+    return any(tensor.device.type == "cuda" for tensor in tensors)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -196,10 +226,10 @@ class StepCounter(TorchDispatchMode):
         step, name = self.step, func.overloadpacket.__name__
         if self.depth:
             step.compiled_operators += 1
-        else:
-            step.eager_operators += 1
-        step.optimizer_operators += self.in_optimizer
         tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+        launches = launches_kernel(func, tensors)
+        step.eager_kernels += launches and not self.depth
+        step.optimizer_kernels += launches and self.in_optimizer
         self._count_overlap(name, args, out)
         if func.namespace in COLLECTIVE_NAMESPACES:
             if (kind := COLLECTIVES.get(name)) is not None:
@@ -353,22 +383,44 @@ def operator_names(graph: Any) -> Iterator[str]:
 def choose_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, **options: Any
 ) -> Tensor:
-    """Attend by the kernel that weft's order selects on Hopper: cuDNN's without a mask."""
-    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        return cudnn(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options
-    )
+    """Attend by the kernel that PyTorch would choose; with a mask, by its formula."""
+    aten: Any = torch.ops.aten
+    backend = None if attn_mask is not None else choose_constant(*list_shapes(q, k, v), is_causal)
+    if backend == SDPBackend.CUDNN_ATTENTION.value:
+        out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
+    elif backend == SDPBackend.FLASH_ATTENTION.value:
+        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    elif backend == SDPBackend.EFFICIENT_ATTENTION.value:
+        out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
+    else:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options
+        )
+    result: Tensor = out
+    return result
 
 
 scaled_dot_product_attention = F.scaled_dot_product_attention
 
 
-def choose_kernel(q: Tensor, *args: Any, **options: Any) -> int:
-    """Return cuDNN's attention for 16 bit, as ``torch._fused_sdp_choice``."""
-    backend = SDPBackend.CUDNN_ATTENTION if q.itemsize == 2 else SDPBackend.EFFICIENT_ATTENTION
-    return int(backend.value)
+def choose_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, is_causal: bool = False, **options: Any
+) -> int:
+    """Choose as ``torch._fused_sdp_choice`` does on the device."""
+    choice: int = choose_constant(*list_shapes(q, k, v), is_causal)
+    return choice
+
+
+def list_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Return the values of `Shapes` before the last."""
+    heads, widths = (q.shape[1], k.shape[1]), (k.shape[3], v.shape[3])
+    return heads, widths, (q.shape[2], k.shape[2]), q.dtype
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def choose_constant(*shapes: Any) -> int:
+    """Choose for `Shapes`; dynamo does not trace it."""
+    return int(choose_backend(Shapes(*shapes), torch.cuda.get_device_capability()).value)
 
 
 document_boundaries = block_attention.document_boundaries
@@ -403,6 +455,13 @@ def plan_recipe(recipe: str, overrides: Sequence[tuple[str, str]]) -> Plan:
         size = plan.dp_size * plan.microbatch_size * num_microbatches
         plan = resolve(replace(job, train={"global_batch_size": size}), machine, recipe)
     return plan
+
+
+def find_capability(plan: Plan) -> tuple[int, int]:
+    """Return the compute capability of the plan's devices."""
+    found = find_device(cluster_machine(parse_cluster(plan.job.run.cluster)))
+    assert found is not None
+    return found.capability if any(found.capability) else AMPERE
 
 
 @contextmanager
@@ -448,7 +507,11 @@ def count_step(plan: Plan) -> Step:
     counter = StepCounter()
     counter.step.microbatches, counter.step.async_tp = plan.num_microbatches, plan.async_tp
     documents = document_ids(plan)
-    with build_on_fake_cuda(plan, counter) as (built, mode), mode:
+    with (
+        patch.object(fake_device, "CAPABILITY", find_capability(plan)),
+        build_on_fake_cuda(plan, counter) as (built, mode),
+        mode,
+    ):
         params = [param for _, param in trainable_parameters(built.model_parts)]
         device = torch.device("cuda", 0)
         batches = [

@@ -289,6 +289,30 @@ layers.RMSNorm.forward = forward
 """
 
 
+VIEWS = """
+from weft.models import layers
+norm = layers.RMSNorm.forward
+def forward(self, x):
+    x.new_empty(x.shape)
+    return norm(self, x.detach().view_as(x) if x.device.type == 'cpu' else x.view_as(x))
+layers.RMSNorm.forward = forward
+"""
+ONE_MORE_KERNEL = """
+from weft.models import layers
+norm = layers.RMSNorm.forward
+layers.RMSNorm.forward = lambda self, x: norm(self, x + 1)
+"""
+
+
+@pytest.mark.slow
+def test_eager_kernels_are_no_views_and_no_new_memory() -> None:
+    step = ("llama3-8b", "model.num_layers=1", "activation_checkpoint.mode=none")
+    kernels = count(*step)["eager_kernels"]
+    assert count(*step, fault=VIEWS)["eager_kernels"] == kernels
+    # Three norms in each of two microbatches.
+    assert count(*step, fault=ONE_MORE_KERNEL)["eager_kernels"] == kernels + 3 * 2
+
+
 DROPPED_PREFETCH = """
 from weft.parallel import data_parallel
 data_parallel._set_prefetch = lambda *args: None
@@ -298,8 +322,8 @@ data_parallel._set_prefetch = lambda *args: None
 @pytest.mark.slow
 def test_fault_dropped_prefetch_is_found() -> None:
     step = ("paper/llama3-8b-8gpu-compile", "model.num_layers=6")
-    # All but the gathers of the root, of the first block and of the first one in backward.
-    assert (counts := count(*step))["prefetched"] == counts["fsdp_gathers"] - 3 == 10
+    # All but the gathers of the embedding, of the first block and of the first one in backward.
+    assert (counts := count(*step))["prefetched"] == counts["fsdp_gathers"] - 3 == 11
     assert count(*step, fault=DROPPED_PREFETCH)["prefetched"] == 5
 
 
