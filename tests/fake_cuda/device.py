@@ -66,6 +66,7 @@ class Stream:
         import torch
 
         self.device, self.device_index, self.stream_id = torch.device("cuda", 0), 0, 0
+        self.device_type = 1  # CUDA, in c10/core/DeviceType.h; FSDP of torch 2.15 passes it on
 
     def wait_stream(self, stream: Any) -> None:
         """Do nothing."""
