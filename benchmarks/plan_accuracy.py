@@ -133,6 +133,7 @@ class Layout:
     pp: int = 1
     stages_per_rank: int = 1
     schedule_name: str = "1F1B"
+    splits_backward: bool = True  # where the schedule does
     device: str = "cuda"
     precision: Precision = "bf16"
     activation_checkpoint: Literal["none", "selective", "block", "attention", "full"] = "none"

@@ -80,8 +80,9 @@ def test_launch_warns_if_each_node_would_tokenize_all_data(
         file.truncate(2_000_000_000)
     words = [*LAUNCH, "--on", "kubernetes", "--launch.image", "weft:1", "--data.path"]
     words += [str(tmp_path / "web.txt"), "--run.cluster", "4x8xH100", "--data.cache_dir", cache]
-    for path in ("/data", "/runs", f"/{tmp_path.parts[1]}"):
+    for path in ("/data", "/runs"):
         words += [f"--launch.mounts.{path}", "pvc:claim"]
+    words += [f"--launch.mounts./{tmp_path.parts[1]}", f"host:/{tmp_path.parts[1]}"]
     assert main(words) == 0
     warnings = capsys.readouterr().err
     assert ("is on the disk of each node" in warnings) == is_warned

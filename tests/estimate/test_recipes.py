@@ -49,7 +49,8 @@ def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
     if expected is not None:
         capacity = machine.memory_per_rank(plan.local_world_size)
         assert capacity is not None
-        assert expected.memory_gib < 1.1 * capacity / GIB
+        if not plan.job.activation_checkpoint.offload:  # arithmetic keeps activations on the device
+            assert expected.memory_gib < 1.1 * capacity / GIB
         assert expected.step_seconds is not None
         assert plan.peak_flops is not None
         flops = plan.tokens_per_step * plan.flops_per_token

@@ -147,16 +147,15 @@ def test_compile_training_evaluation_and_prompts_have_enough_variants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers of two kinds, with and without gradients, for batches of several sizes."""
-    config = torch._dynamo.config
-    monkeypatch.setattr(config, "recompile_limit", 8)  # torch's own, restored after the test
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = Decoder(gemma3.PRESETS["toy"])
-    apply_compile(list(model.layers.values()), str(tmp_path))
-    for batch_size, length, trains in product((2, 1), (32, 33, 7), (True, False)):
-        with torch.set_grad_enabled(trains):
-            model(torch.zeros(batch_size, length, dtype=torch.int64))
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own
+        apply_compile(list(model.layers.values()), str(tmp_path))
+        for batch_size, length, trains in product((2, 1), (32, 33, 7), (True, False)):
+            with torch.set_grad_enabled(trains):
+                model(torch.zeros(batch_size, length, dtype=torch.int64))
     assert 8 < torch._dynamo.utils.counters["stats"]["unique_graphs"] < NUM_COMPILED_VARIANTS
 
 
