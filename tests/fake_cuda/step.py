@@ -14,7 +14,8 @@ operator by operator.
 *Eager kernels* are operators that run one by one and launch at least one kernel.  Views, new
 memory, queries of a tensor, marks of the profiler, waits and work on the CPU launch none.
 
-*Documents.*  Their ids have values, on the host: documents of `DOCUMENT_TOKENS`.
+*Documents.*  Their ids have values, on the host: documents of `DOCUMENT_TOKENS`, in every second
+microbatch of a few more.  Code that is compiled again for other documents shows as another graph.
 
 *Exposed collectives.*  FSDP's gather overlaps with the matmuls between its start and its use, and
 its reduction with those between its start and what waits for it: the next reduction, or the end of
@@ -432,11 +433,12 @@ def real_boundaries(documents_BT: Tensor) -> list[list[int]]:
         return document_boundaries(documents_BT)
 
 
-def document_ids(plan: Plan) -> Tensor | None:
+def document_ids(plan: Plan, microbatch: int) -> Tensor | None:
     """Return document ids of a microbatch, with values; None without documents."""
     if not plan.job.data.keeps_documents:
         return None
-    ids_T = torch.arange(plan.seq_len) // DOCUMENT_TOKENS
+    num_tokens = min(DOCUMENT_TOKENS, plan.seq_len // 3) + 50 * (microbatch % 2)
+    ids_T = torch.arange(plan.seq_len) // num_tokens
     return ids_T.repeat(plan.microbatch_size, 1)
 
 
@@ -506,7 +508,7 @@ def count_step(plan: Plan) -> Step:
     """Run one step of rank 0 of the plan, and count it."""
     counter = StepCounter()
     counter.step.microbatches, counter.step.async_tp = plan.num_microbatches, plan.async_tp
-    documents = document_ids(plan)
+    documents = [document_ids(plan, index) for index in range(plan.num_microbatches)]
     with (
         patch.object(fake_device, "CAPABILITY", find_capability(plan)),
         build_on_fake_cuda(plan, counter) as (built, mode),
@@ -515,8 +517,8 @@ def count_step(plan: Plan) -> Step:
         params = [param for _, param in trainable_parameters(built.model_parts)]
         device = torch.device("cuda", 0)
         batches = [
-            batch_to(batch, device)._replace(documents_BT=documents)
-            for batch in empty_batches(plan)
+            batch_to(batch, device)._replace(documents_BT=ids_BT)
+            for batch, ids_BT in zip(empty_batches(plan), documents, strict=True)
         ]
         with counter:
             loss = built.train_step.forward_backward(batches)

@@ -31,6 +31,7 @@ def fused(counts: dict[str, Any]) -> tuple[int, int]:
     )
 
 
+VARLEN = "varlen_attention"
 CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"
 
 
@@ -40,7 +41,7 @@ CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash
     ("recipe", "layers", "is_compiled", "exchanges", "attention"),
     [
         ("paper/llama3-405b-4d-65k", 8, True, (8, 8), CUDNN),
-        ("qwen3-0.6b-finetune", 2, True, (0, 0), "flex_attention"),
+        ("qwen3-0.6b-finetune", 2, True, (0, 0), VARLEN),
         ("qwen3-30b-a3b", 2, True, (0, 0), CUDNN),
         pytest.param("paper/llama3-8b-8gpu-float8", 2, True, (0, 0), CUDNN, marks=pytest.mark.slow),
         pytest.param("paper/llama3-70b-async-tp", 2, True, (11, 11), CUDNN, marks=pytest.mark.slow),
@@ -93,7 +94,7 @@ def test_documents_under_context_parallelism_wait_for_nothing(method: str) -> No
     gathers = {"all_gather cp": 24} if method == "allgather" else {}
     assert {k: v for k, v in counts["collectives"].items() if k == "all_gather cp"} == gathers
     if method == "ulysses":
-        assert counts["attention"] == {"flex_attention": 16, "flex_attention_backward": 8}
+        assert counts["attention"] == {VARLEN: 16, f"{VARLEN}_backward": 8}
     else:
         # Six documents in each of two chunks, of which one began before its chunk.
         assert counts["attention"] == {FLASH: 16 * 13, f"{FLASH}_backward": 8 * 13}
@@ -101,8 +102,9 @@ def test_documents_under_context_parallelism_wait_for_nothing(method: str) -> No
 
 @pytest.mark.slow
 def test_fault_mask_of_all_pairs_is_found() -> None:
+    keys = "parallel.cp_method=ulysses", "model.attention_softcap=30"  # FlexAttention has a mask
     with pytest.raises(RuntimeError, match="65536, 65536"):
-        count(*LONG_DOCUMENTS, "parallel.cp_method=ulysses", fault=f"{LARGE_TENSORS}\n{LARGE_MASK}")
+        count(*LONG_DOCUMENTS, *keys, fault=f"{LARGE_TENSORS}\n{LARGE_MASK}")
 
 
 SMALL = ("paper/llama3-70b-async-tp", "model.num_layers=2")

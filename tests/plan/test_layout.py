@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,8 +231,14 @@ def test_symmetric_memory_where_the_hardware_has_it() -> None:
     assert "does not support parallel.hierarchical_gather" in error.rule
 
 
-def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> None:
+def test_documents_on_cuda_need_the_compiler_where_flex_attention_computes_them() -> None:
     documents = "data.packing=documents compile.enable"
+    hopper = replace(CUDA, capability=(9, 0))
+    for kind in ("selective", "budget"):
+        eager = f"{documents}=false activation_checkpoint.mode={kind}"
+        assert planned(eager, machine=hopper)
+        (error,) = refused(f"{eager} model.attention_softcap=30", machine=hopper)
+        assert error.key == "activation_checkpoint.mode"
     for kind in ("selective", "budget"):
         (error,) = refused(f"{documents}=false activation_checkpoint.mode={kind}", machine=CUDA)
         assert error.key == "activation_checkpoint.mode"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.chat import CHATML, message, write_lines, write_tokenizer
+from tests.flash_reference import use_flash_reference
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.monitor.test_signals import train_with_a_signal
@@ -349,6 +350,21 @@ def test_dpo_layouts_gradients_equal_one_process(
         torch.testing.assert_close(rank["references"], one_dpo["references"], rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(rank["metrics"], one_dpo["metrics"], strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def varlen_gradients(overrides: Overrides, text: str) -> dict[str, Any]:
+    """Return `gradients` with the kernel that takes documents of many lengths."""
+    reference = use_flash_reference()
+    return gradients(overrides, text) | {"calls": reference.calls}
+
+
+def test_dpo_gradients_with_varlen_attention_equal_those_with_a_mask(
+    texts: dict[str, str], one_dpo: dict[str, Any]
+) -> None:
+    [result] = run_ranks(varlen_gradients, 1, DPO, texts["preferences"])
+    assert result["calls"]["backward"] > 0
+    expect_same(result, one_dpo)
+    torch.testing.assert_close(result["references"], one_dpo["references"], rtol=1e-5, atol=1e-5)
 
 
 OBJECTIVES: dict[str, Overrides] = {

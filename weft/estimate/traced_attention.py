@@ -1,6 +1,7 @@
 """Attention of a GPU in a trace.
 
-On a GPU, FlexAttention computes windows, chunks, limits of the scores and sinks.  A trace runs on
+On a GPU, FlexAttention computes windows, chunks, limits of the scores and sinks, and
+`weft.models.varlen_attention` documents.  A trace runs on
 fake CPU tensors, where the same layers would have a mask and all scores in memory.  So the trace
 takes the path of a GPU, with an operator in place of the kernel: it has the shapes, and the FLOPs
 of the blocks of 128 queries and 128 keys that the kernel visits.  Causal attention whose values are
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from weft.models import attention
 from weft.models.attention import MASK_BLOCK, AttentionOptions, Mask
+from weft.models.varlen_attention import DocumentOffsets
 from weft.parallel import activation_checkpoint
 
 
@@ -37,6 +39,8 @@ def trace_gpu_attention(device: str) -> Iterator[None]:
             stack.enter_context(patch.object(attention, "has_flex_attention", lambda _: True))
             traced = partial(_attend_flex, attention._attend_flex)
             stack.enter_context(patch.object(attention, "_attend_flex", traced))
+            traced = partial(_attend_documents, traced)
+            stack.enter_context(patch.object(attention, "_attend_documents", traced))
             traced = partial(_attend_causal, F.scaled_dot_product_attention)
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", traced))
         yield
@@ -69,6 +73,20 @@ def _attend_flex(
 
     with patch.object(attention, "_compiled_flex_attention", lambda: kernel):
         return original(q_BHTK, k_BGTK, v_BGTV, mask, options)
+
+
+def _attend_documents(
+    attend_flex: Any,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    _: DocumentOffsets,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return attention by the operator of the trace; each sequence is one document."""
+    heads = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
+    out_BHTV: Tensor = attend_flex(*heads, None, options)
+    return out_BHTV.transpose(1, 2)
 
 
 @cache

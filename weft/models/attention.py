@@ -23,8 +23,9 @@ from weft.config.accelerators import supports
 from weft.models.decoder_config import DecoderConfig
 from weft.models.layers import allow_recompilation, build_norm, multiply
 from weft.models.rotary import apply_rope
+from weft.models.varlen_attention import DocumentOffsets, varlen_attention
 
-Mask = Tensor | BlockMask | None
+Mask = Tensor | BlockMask | DocumentOffsets | None
 
 
 class AttentionOptions(NamedTuple):
@@ -175,12 +176,15 @@ def attend(
         q_BTHK: queries.
         k_BTGK: keys; query head h reads head ``h // (H / G)``.
         v_BTGV: values.
-        mask_B1TT: as from `document_mask`, window or chunk included; None: causal.
+        mask_B1TT: as from `document_mask`, window or chunk included; None: causal; or the offsets
+            of documents, chunks included.
         options: of the layer.
 
     Returns:
         ``[B, T, H, V]`` in the dtype of ``q_BTHK``.
     """
+    if isinstance(mask_B1TT, DocumentOffsets):
+        return _attend_documents(q_BTHK, k_BTGK, v_BTGV, mask_B1TT, options)
     is_local = 0 < (options.window or options.chunk) < k_BTGK.shape[1]
     is_plain = options.softcap == 0 and options.sinks_H is None
     if mask_B1TT is None and (is_local or (has_flex_attention(q_BTHK) and not is_plain)):
@@ -229,6 +233,27 @@ def _attend_flex(
     out_BHTV, lse_BHT = out
     share_BHT = torch.sigmoid(lse_BHT - sinks_H.float().unsqueeze(-1))
     return (out_BHTV * share_BHT.unsqueeze(-1)).to(q_BHTK.dtype)  # type: ignore[no-any-return]
+
+
+def _attend_documents(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    documents: DocumentOffsets,
+    options: AttentionOptions,
+) -> Tensor:
+    """Compute attention within documents by a kernel that takes all in a row."""
+    width, missing = v_BTGV.shape[3], k_BTGK.shape[3] - v_BTGV.shape[3]
+    if missing:  # the kernel has one width for keys and values
+        v_BTGV = F.pad(v_BTGV, (0, missing))
+    out_NHK, _ = varlen_attention(
+        *(x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGV)),
+        options.sinks_H,
+        *documents,
+        options.scale or k_BTGK.shape[3] ** -0.5,
+        options.window if options.window < k_BTGK.shape[1] else 0,
+    )
+    return torch.unflatten(out_NHK[..., :width], 0, q_BTHK.shape[:2])
 
 
 def _attend_to_scores(

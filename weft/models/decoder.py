@@ -27,6 +27,7 @@ from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import FeedForward, LayerNorm, RMSNorm, build_norm
 from weft.models.moe import MoE
 from weft.models.rotary import rope_tables
+from weft.models.varlen_attention import PackedDocuments
 
 
 class DecoderBlock(nn.Module):
@@ -111,7 +112,7 @@ class Decoder(nn.Module):
     embed_tokens: nn.Embedding | None
     norm: RMSNorm | LayerNorm | None
     # See `build_mask`; context parallelism replaces it.
-    mask: Callable[[Tensor | None, Tensor, int, int], Any]
+    mask: Callable[[Any, Tensor, int, int], Any]
     block: type[DecoderBlock] = DecoderBlock  # class of the layers; a user's model may override it
     fused_loss = False  # see `enable_fused_loss`
     add_noise: Callable[[Tensor], Tensor] | None = None  # see `set_embedding_noise`
@@ -254,7 +255,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents_BT: Tensor | PackedDocuments | None = None,
         positions_BT: Tensor | None = None,
         later_BTK: Tensor | None = None,
     ) -> Tensor:
@@ -263,8 +264,9 @@ class Decoder(nn.Module):
         Args:
             tokens_BT: integer token ids; on a pipeline stage after the first, the activations
                 ``[B, T, D]`` of the previous stage.
-            documents_BT: integers, equal within a document, to which attention is confined.
-                None: each sequence is one document, which uses the faster causal kernel.
+            documents_BT: integers, equal within a document, to which attention is confined, or
+                `PackedDocuments`.  None: each sequence is one document, which uses the faster
+                causal kernel.
             positions_BT: integers, each token's position in its document; None: counted from the
                 start of the sequence.  Attention depends only on differences, so None is valid for
                 packed sequences too, up to rounding.
@@ -314,11 +316,15 @@ class Decoder(nn.Module):
         return self.head(torch.cat((*outputs, x_BTD)) if outputs else norm(x_BTD))
 
 
-def build_mask(documents_BT: Tensor | None, ids_BT: Tensor, window: int, chunk: int) -> Mask:
+def build_mask(
+    documents_BT: Tensor | PackedDocuments | None, ids_BT: Tensor, window: int, chunk: int
+) -> Mask:
     """Return the mask of layers with a window or chunk; None: plain causal attention.
 
     ``ids_BT`` has the length of the sequence.
     """
+    if isinstance(documents_BT, PackedDocuments):
+        return documents_BT.select(chunk)
     if documents_BT is not None:
         return document_mask(documents_BT, window, chunk)
     if 0 < (window or chunk) < ids_BT.shape[1]:

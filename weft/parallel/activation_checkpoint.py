@@ -60,6 +60,7 @@ ATTENTION = (
     "aten::_flash_attention",
     "aten::_efficient_attention",
     "flex_attention",
+    "weft::varlen_attention",
 )
 COLLECTIVES = ("_c10d_functional::", "c10d_functional::")
 # Operators that read no values of their inputs, so that there is no work to avoid.
@@ -425,6 +426,7 @@ def _count_flops(name: str, inputs: list[Tensor], out: Tensor) -> float:
     """Count FLOPs of matmuls and causal attention; 0 for memory-bound operators."""
     if name.startswith(MATMULS):
         return 2.0 * out.numel() * next(x for x in inputs if x.dim() == out.dim()).shape[-1]
-    if name.startswith(ATTENTION):  # [B, H, T, K]: half of two matmuls with all keys
-        return 2.0 * out.numel() * inputs[1].shape[-2]
+    if name.startswith(ATTENTION):  # [B, H, T, K] or [N, H, K]: half of two matmuls with all keys
+        keys = inputs[1]
+        return 2.0 * out.numel() * keys.shape[-2 if keys.dim() == 4 else 0]
     return 0.0

@@ -44,6 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.models.attention import DEFAULT_OPTIONS, Attend, AttentionOptions
 from weft.models.layers import run_function
+from weft.models.varlen_attention import PackedDocuments
 from weft.parallel.block_attention import (
     BlocksBySource,
     DocumentBlocks,
@@ -147,6 +148,7 @@ def shard_documents(
     load_balance: LoadBalance,
     device: torch.device,
     model: Any = None,
+    varlen: bool = False,
 ) -> Any:
     """Return the argument for a model's document ids on one rank.
 
@@ -158,9 +160,13 @@ def shard_documents(
         load_balance: see `apply_context_parallel`.
         device: device of the model.
         model: its configuration, for the limits of its layers; None: they have none.
+        varlen: see ``Plan.varlen_documents``.
     """
     if cp_size == 1 or method == "ulysses":
-        return documents_BT.to(device, non_blocking=True)
+        ids_BT = documents_BT.to(device, non_blocking=True)
+        if not varlen:
+            return ids_BT
+        return PackedDocuments(ids_BT, document_boundaries(documents_BT), model.attention_chunk)
     boundaries = document_boundaries(documents_BT)
     split = split_sequences(boundaries, cp_size, load_balance, layer_limits(model))
     return DocumentBlocks(boundaries, cp_rank, split, method == "ring")

@@ -179,6 +179,7 @@ class Plan:
     num_float8_stacks: int  # those of experts
     float8_all_gather: bool  # FSDP gathers the float8 matrices in float8
     float8_emulated: bool  # float8 rounding without float8 speed
+    varlen_documents: bool  # attention within documents: see `weft.models.varlen_attention`
     warnings: tuple[str, ...]
 
     @property

@@ -50,6 +50,8 @@ from weft.plan.rules import (
     check_layout,
     check_sections,
     check_world_size_invariant,
+    uses_flex_attention,
+    uses_varlen,
 )
 from weft.plan.sharding import (
     expert_split,
@@ -155,7 +157,9 @@ def resolve(
         degrees = fit_dp_shard(fit_errors, job, cost, degrees, compute_bytes, available)
     check_layout(errors, job, model, family, degrees, fixed_ranks)
     hardware = machine.device, machine.peer_access
-    check_device(errors, job, model, *hardware, degrees, local_world_size)
+    varlen_documents = uses_varlen(job, model, degrees.cp, compute_dtype, machine.capability)
+    uses_flex = uses_flex_attention(job, model, degrees.cp, varlen_documents)
+    check_device(errors, job, *hardware, degrees, local_world_size, uses_flex)
     check_dispatch(errors, job, model, family, degrees)
     check_world_size_invariant(errors, job)
     check_addresses(errors, job)
@@ -224,6 +228,7 @@ def resolve(
         and not parallel.cpu_offload
         and not job.lora.dora,  # it needs the norms of the weights as they are
         float8_emulated=emulated,
+        varlen_documents=varlen_documents,
         warnings=(),
     )
     warnings = (

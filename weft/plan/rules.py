@@ -24,6 +24,7 @@ from weft.config.schema import (
 )
 from weft.models import Family, load_family
 from weft.models.decoder_config import DecoderConfig
+from weft.models.varlen_attention import AttentionNeeds, find_obstacles
 from weft.plan.degrees import (
     ParallelDims,
     divisors,
@@ -137,31 +138,27 @@ def check_full_microbatches(
 def check_device(
     errors: ConfigErrors,
     job: Job,
-    model: Any,
     device: str,
     peer_access: bool,
     degrees: ParallelDims,
     local_world_size: int,
+    uses_flex: bool,
 ) -> None:
     """Check that the hardware supports the keys.
 
     Args:
         errors: receives the errors.
         job: keys of the run.
-        model: the family's configuration.
         device: type of the devices.
         peer_access: True if the devices of a node can read each other's memory.
         degrees: degrees of all axes.
         local_world_size: ranks per node.
+        uses_flex: see `uses_flex_attention`.
     """
     _check_techniques(errors, job, device, degrees)
     mode = job.activation_checkpoint.mode
     wraps_operators = mode in ("selective", "budget") and not job.compile.enable
-    if (
-        supports(device, "FlexAttention")
-        and wraps_operators
-        and _uses_flex_attention(job, model, degrees.cp)
-    ):
+    if supports(device, "FlexAttention") and wraps_operators and uses_flex:
         # Selective checkpointing runs FlexAttention uncompiled.
         errors.add(
             "activation_checkpoint.mode",
@@ -252,14 +249,26 @@ def _check_replica_groups(errors: ConfigErrors, job: Job, degrees: ParallelDims)
         errors.add("checkpoint.dir", rule, "use a directory that all groups share", (key,))
 
 
-def _uses_flex_attention(job: Job, model: Any, cp: int) -> bool:
+def uses_flex_attention(job: Job, model: Any, cp: int, varlen_documents: bool) -> bool:
     """Return True if GPUs use FlexAttention: see `weft.models.attention.attend`."""
-    if cp > 1 and job.parallel.cp_method != "ulysses":
+    if varlen_documents or (cp > 1 and job.parallel.cp_method != "ulysses"):
         return False
     is_decoder = isinstance(model, DecoderConfig)
     return job.data.keeps_documents or (
         is_decoder and not model.has_plain_attention(job.train.seq_len)
     )
+
+
+def uses_varlen(
+    job: Job, model: Any, cp: int, compute_dtype: str, capability: tuple[int, int]
+) -> bool:
+    """Return True if attention within documents is that of `weft.models.varlen_attention`."""
+    if not (job.data.keeps_documents and isinstance(model, DecoderConfig)):
+        return False
+    if cp > 1 and job.parallel.cp_method != "ulysses":  # blocks
+        return False
+    records_logits = job.optim.qk_clip_threshold > 0 or job.monitor.attention_logits
+    return not find_obstacles(AttentionNeeds(model, compute_dtype, capability, records_logits))
 
 
 def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
+from weft.models.varlen_attention import PackedDocuments
 from weft.monitor.faults import fault_point
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
@@ -67,7 +68,7 @@ class Microbatch(NamedTuple):
         batch: this rank's tokens.
         divisors: of the summed losses: of the objective's terms, or of its only term and of
             multi-token prediction.
-        sequences: what the objective takes: ``batch``, or its full sequences.
+        sequences: what the objective takes: ``batch``, or its full sequences, with document ids.
         split: tokens of each context-parallel rank; empty: this rank has all.
     """
 
@@ -402,7 +403,7 @@ class TrainStep:
                     weights_BT if scales_B1 is None else _multiply(scales_B1, weights_BT),
                     None if rows is None else AddedRows(rows.local_rows(), rows.columns_M),
                 )
-                losses = self.objective.losses(_multiply(losses_BT, weights_BT), batch)
+                losses = self.objective.losses(_multiply(losses_BT, weights_BT), sequences)
             if self.owns_loss:
                 self._add_metrics(losses, sequences)
             if scales_B1 is not None:  # only the gradient is that of all losses
@@ -517,9 +518,11 @@ class TrainStep:
             if self.logits_at_targets is not None:
                 batch.targets_BT[len(batch.tokens_BT) :] = IGNORE_INDEX
         full, documents, cp_size = batch, batch.documents_BT, self.plan.cp
+        local: Any = None
         if documents is not None:
-            blocks = shard_documents(documents, *self._cp, self.device, self.plan.model)
-            batch = full._replace(documents_BT=blocks)
+            model = self.plan.model, self.plan.varlen_documents
+            local = shard_documents(documents, *self._cp, self.device, *model)
+            batch = full._replace(documents_BT=local)
         if batch.positions_BT is None and (cp_size > 1 or self.schedule is not None):
             positions_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
             batch = batch._replace(positions_BT=positions_T.expand_as(batch.tokens_BT))
@@ -533,7 +536,9 @@ class TrainStep:
                     shards_CBL = shard_sequence(column, split)
                     batch = batch._replace(**{name: shards_CBL[cp_rank]})
         if not self._gathers_losses:
-            return Microbatch(batch, self._ones, batch, split)
+            is_packed = isinstance(local, PackedDocuments)
+            sequences = batch._replace(documents_BT=local.ids_BT) if is_packed else batch
+            return Microbatch(batch, self._ones, sequences, split)
         if documents is not None:
             full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
         return Microbatch(batch, self._ones, full, split)
