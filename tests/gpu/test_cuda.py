@@ -30,10 +30,11 @@ from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.shard_files import write_shards
 from weft.config.schema import OptimSection
 from weft.data.dataset import open_dataset
-from weft.models.attention import attend, document_mask
+from weft.models.attention import AttentionOptions, attend, document_mask
 from weft.models.decoder import SHARDING, Decoder
 from weft.models.families.llama import PRESETS
 from weft.models.moe import ExpertLinear
+from weft.models.varlen_attention import PackedDocuments
 from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import build_adamw
 from weft.parallel import block_attention
@@ -73,6 +74,49 @@ def test_attention_equals_float64_on_the_cpu(documents: bool) -> None:
     theirs = torch.autograd.grad(expected, exact, upstream.double().cpu())
     for local, other in zip(grads, theirs, strict=True):
         assert (local.double().cpu() - other).norm() < 0.01 * other.norm()
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(),
+        AttentionOptions(window=100),
+        AttentionOptions(scale=0.3, window=300, sinks_H=torch.tensor([0.5, -1.0, 2.0, 0.0] * 2)),
+    ],
+)
+@pytest.mark.parametrize("value_dim", [64, 48])
+def test_varlen_attention_equals_float64_on_the_cpu(
+    options: AttentionOptions, value_dim: int
+) -> None:
+    """One call takes all documents, eager and compiled, also after other documents."""
+    compiled: Any = torch.compile(attend, fullgraph=True)
+    for numbers in (
+        torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21]),
+        torch.arange(1024).expand(2, -1) // torch.tensor([[1], [100]]),
+    ):
+        q, k, v = heads(1024, torch.bfloat16)
+        leaves = [q, k, v[..., :value_dim].detach().requires_grad_()]
+        on_gpu = options
+        if options.sinks_H is not None:
+            leaves.append(options.sinks_H.to(DEVICE).requires_grad_())
+            on_gpu = options._replace(sinks_H=leaves[-1])
+        boundaries = block_attention.document_boundaries(numbers)
+        mask = PackedDocuments(numbers.to(DEVICE), boundaries, 0).select(0)
+        upstream = torch.randn(2, 1024, 8, value_dim, device=DEVICE, dtype=torch.bfloat16)
+        exact = [tensor.detach().double().cpu().requires_grad_() for tensor in leaves]
+        on_cpu = options._replace(sinks_H=exact[3] if len(exact) > 3 else None)
+        expected = attend(
+            exact[0], exact[1], exact[2], document_mask(numbers, options.window), on_cpu
+        )
+        theirs = torch.autograd.grad(expected, exact, upstream.double().cpu())
+        for function in (attend, compiled):
+            out = function(leaves[0], leaves[1], leaves[2], mask, on_gpu)
+            torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
+            for local, other in zip(
+                torch.autograd.grad(out, leaves, upstream), theirs, strict=True
+            ):
+                assert (local.double().cpu() - other).norm() < 0.01 * other.norm()
 
 
 @needs_gpu

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.fake_cuda import gpu_recipes
 from tests.flash_reference import FlashReference
+from weft.config.reader import read_job
 from weft.config.schema import ActivationCheckpointSection
 from weft.models import varlen_attention
 from weft.models.attention import AttentionOptions, attend, document_mask
@@ -27,6 +29,9 @@ from weft.models.varlen_attention import (
 )
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.block_attention import document_boundaries
+from weft.plan.devices import parse_cluster
+from weft.plan.plan_text import cluster_machine
+from weft.plan.resolve import resolve
 
 CPU = torch.device("cpu")
 
@@ -214,3 +219,15 @@ def test_rule_names_the_obstacle(needs: AttentionNeeds) -> None:
 def test_rule_takes_no_gpu_whose_kernel_was_never_tried() -> None:
     for capability in ((7, 5), (9, 4), (9, 5)):
         assert len(find_obstacles(PLAIN._replace(capability=capability))) == 1
+
+
+@pytest.mark.slow
+def test_rule_takes_the_kernel_for_all_recipes_with_documents() -> None:
+    names = []
+    for name in gpu_recipes():
+        job = read_job(name)[0]
+        if job.data.keeps_documents:
+            machine = cluster_machine(parse_cluster(job.run.cluster))
+            assert resolve(job, machine, name).varlen_documents, name
+            names.append(name)
+    assert {"deepseek-v3-671b-lora", "gemma3-27b-lora", "gpt-oss-120b-lora"} <= set(names)

@@ -1,4 +1,4 @@
-"""Attention within packed documents by FlashAttention's kernel for sequences of many lengths.
+"""Attention within packed documents by FlashAttention's kernel for many lengths.
 
 The kernel takes the tokens of all documents in a row, and where each document begins.  It computes
 no block of scores that a mask would hide, and needs no mask.  `find_obstacles` is the rule for
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 class AttentionNeeds(NamedTuple):
-    """What decides whether the kernel computes a model's attention.
+    """Properties of a run that decide whether the kernel computes its attention.
 
     Attributes:
         config: of the model.
@@ -65,7 +65,7 @@ OBSTACLES: tuple[tuple[str, Callable[[AttentionNeeds], bool]], ...] = (
 
 
 def find_obstacles(needs: AttentionNeeds) -> list[str]:
-    """Return why the kernel cannot compute attention within documents; empty if it can."""
+    """Return why the kernel cannot compute a run's attention; empty if it can."""
     return [reason for reason, applies in OBSTACLES if applies(needs)]
 
 
@@ -78,7 +78,7 @@ def _has_gpu(needs: AttentionNeeds) -> bool:
 
 
 class DocumentOffsets(NamedTuple):
-    """Where documents begin: what layers get in place of a mask.
+    """The first tokens of documents: what layers get in place of a mask.
 
     Attributes:
         offsets_M: int32 on the device.  The first token of each document, then N up to the end, so
