@@ -262,7 +262,7 @@ def uses_flex_attention(job: Job, model: Any, cp: int, varlen_documents: bool) -
 def uses_varlen(
     job: Job, model: Any, cp: int, compute_dtype: str, capability: tuple[int, int]
 ) -> bool:
-    """Return True if attention within documents is that of `weft.models.varlen_attention`."""
+    """Return True if `weft.models.varlen_attention` attends within documents."""
     if not (job.data.keeps_documents and isinstance(model, DecoderConfig)):
         return False
     if cp > 1 and job.parallel.cp_method != "ulysses":  # blocks
