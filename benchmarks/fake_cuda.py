@@ -133,7 +133,8 @@ the table ({date}, PyTorch {torch}); `benchmarks/fake_cuda.json` has all counts.
 - *Graphs*: the operators of each graph that torch.compile captures. All blocks share the graphs.
   *Captured operators* run in them, before fusion. *Eager kernels* are operators that run one by
   one and launch a kernel; views, queries of tensors and new memory are not counted. Both are of
-  the whole step. A row without them was counted before this was.
+  the whole step. A row without them is older than 2026-11-30: since then recipes, FSDP's units
+  and the kernel for packed documents have changed.
 - *Fused exchanges*: the gathers and scatters of tensor parallelism that asynchronous TP overlaps,
   of all in the graphs.
 - *Prefetched gathers*: FSDP's gathers of parameters with a matmul between their start and their

@@ -125,6 +125,9 @@ on fake CUDA tensors (`tests/fake_cuda`), and Triton and `ptxas` compile the ker
 runs, so the table does not show speed or results. `python benchmarks/gpu_kernels.py --write` makes
 the table ({date}, PyTorch {torch}, Triton {triton}).
 
+Fine-tuning was compiled with FlexAttention here. [Packed documents](speed.md#packed-documents) now
+take a kernel of a library on these GPUs; its rows were not made again.
+
 - *Recipe*: with its changed keys. One block is enough, because all blocks share their code.
 - *Kernels*: the different ones of a function and pass, also for several shapes. Matmuls, cuDNN's
   attention and collectives are calls of libraries, and not among them.

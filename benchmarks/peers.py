@@ -30,8 +30,9 @@ that clips by a norm in float64; its time is not measured.
     bare loop, ...    the bare loop around the other two models: the effect of the model
 
 With ``--ranks 2`` it compares weft with FSDP2 and a bare loop with `fully_shard`.  The bare loop
-has weft's defaults: a unit per block, resharded after forward, and a root unit, which stays
-gathered; float32; the next block is prefetched.
+has weft's defaults: a unit per block, resharded after forward, and what is outside of blocks stays
+gathered, in one unit where weft has units of embedding and head; float32; the next block is
+prefetched.
 """
 
 from __future__ import annotations

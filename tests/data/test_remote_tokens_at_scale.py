@@ -238,7 +238,7 @@ def read_and_kill(section: DataSection, steps: range, num_kills: int) -> tuple[l
     thread.start()
     rows = []
     for step in steps:
-        while kills[0] < num_kills * (step - steps[0]) // len(steps):
+        while kills[0] < num_kills * (step - steps[0]) // (len(steps) - 1):
             loader.mixture.announce("train", *np.zeros((2, 1, 1), np.int64))  # starts a reader
             time.sleep(0.1)
         rows.append(pack_rows(loader.get_microbatches(BATCH * step)[0]))
