@@ -203,7 +203,7 @@ def test_4_2_and_3_nodes_train_on_the_samples_of_one(
 
 def test_500_refusals_and_100_kills_lose_nothing(proxy: s3.Proxy, tmp_path: Path) -> None:
     """A kill ends the reader, at a random time; half of the requests are refused at first."""
-    store = make_random_store(tmp_path, 4_000_000, 16, 300, 8 << 10)
+    store = make_random_store(tmp_path, 4_000_000, 16, 300, 2 << 10)
     section = section_of(upload(store, "kills"), tmp_path / "node")
     faults = s3.RandomFaults(0.5, 0.05)
     refused = 0

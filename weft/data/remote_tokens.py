@@ -738,7 +738,12 @@ class ReaderClient:
                 pass
             # The reader was killed, or ended before it saw this connection.
             self._disconnect()
-            num_attempts += 1
+            # Blocks that it has fetched are progress, even if it never answered.
+            missing = [b for b in needed if not os.path.exists(self.location.path_of(b))]
+            num_attempts = 0 if len(missing) < len(needed) else num_attempts + 1
+            if needed and not missing:
+                return
+            needed = missing
             if num_attempts > 20:
                 raise self._broken_reader("ends again and again")
             when_waiting()
