@@ -13,6 +13,7 @@ insert them, a batch script passes on a variable of the shell that submits it, a
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -130,7 +131,7 @@ HIDDEN = "|".join(
 # And those of a kind of cluster.
 HIDDEN_ON = {"sagemaker": "/opt/ml(/.*)?", "kubernetes": "/opt/ml/input/config(/.*)?"}
 # Volumes and channels that weft itself adds.
-OWN_NAMES = {"kubernetes": ("shm", "recipe", "agent"), "sagemaker": ("recipe", "training", "train")}
+OWN_NAMES = ("shm", "recipe", "agent", "training", "train")
 MAX_MOUNT_NAME = 63
 QUANTITY = "(?!0+(?:[.]0+)?[+]?$)[0-9]+([.][0-9]+)?"
 LABEL_VALUE = "([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?"
@@ -237,8 +238,16 @@ class Mount(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the directory as a name: letters, digits and '-'."""
-        return re.sub("[^a-z0-9]+", "-", self.path.lower()).strip("-") or "root"
+        """Return the directory as a name: at most 63 letters, digits and '-'.
+
+        Two directories have two names, and none has that of a volume or channel of weft.
+        """
+        name = re.sub("[^a-z0-9]+", "-", self.path.lower()).strip("-")
+        is_distinct = self.path == "/" + name.replace("-", "/") and name not in OWN_NAMES
+        if is_distinct and len(name) <= MAX_MOUNT_NAME:
+            return name
+        digest = hashlib.sha256(self.path.encode()).hexdigest()[:8]
+        return f"{name[: MAX_MOUNT_NAME - 9]}-{digest}".lstrip("-")
 
 
 class Secret(NamedTuple):
@@ -357,7 +366,7 @@ def _check_labels(job: Job) -> ConfigErrors:
 
 
 def _check_mounts(on: str, job: Job) -> ConfigErrors:
-    errors, seen = ConfigErrors(job), dict.fromkeys(OWN_NAMES.get(on, ()), "one of weft's own")
+    errors, seen = ConfigErrors(job), set[str]()
     examples = MOUNT_SOURCES[on]
     for path, text in job.launch.mounts.items():
         key, mount = f"launch.mounts.{path}", parse_source(path, text)
@@ -379,13 +388,13 @@ def _check_mounts(on: str, job: Job) -> ConfigErrors:
         elif mount.path == "/tmp" and mount.kind != "host":
             rule = "would make the nodes share their temporary files"
             errors.add(key, rule, "remove it, and mount the source at another directory")
-        elif on in OWN_NAMES and (":" in mount.path or len(mount.name) > MAX_MOUNT_NAME):
-            rule = f"has ':', or is longer than {MAX_MOUNT_NAME} characters"
+        elif on != "slurm" and ":" in mount.path:
+            rule = "has ':', which separates directories in the cluster's tables"
             errors.add(key, rule, "remove it, and mount the source at another directory")
-        elif other := seen.get(mount.name):
-            errors.add(key, f"has the same name as {other}: {mount.name}", "use another directory")
+        elif mount.path in seen:
+            errors.add(key, "names a directory that another entry mounts", "remove one of them")
         else:
-            seen[mount.name] = path
+            seen.add(mount.path)
     return errors
 
 
