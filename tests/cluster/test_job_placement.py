@@ -214,6 +214,13 @@ KEYS = {
 SOURCES = {"kubernetes": "pvc:a", "sagemaker": "s3://abc/a", "skypilot": "s3://abc"}
 
 
+POD_PATCH = """
+kind: TrainingRuntime
+spec: {{template: {{spec: {{replicatedJobs: [
+  {{name: node, template: {{spec: {{template: {{spec: {{{}}}}}}}}}}}]}}}}}}
+"""
+
+
 def launch_errors(on: str, **launch: str) -> str:
     mounts = ",".join(filter(None, (KEYS[on].get("mounts"), launch.pop("mounts", ""))))
     keys = KEYS[on] | launch | ({"mounts": mounts} if mounts else {})
@@ -441,3 +448,31 @@ def test_patch_with_a_mistake_is_refused(text: str | None, message: str, tmp_pat
     launch = {"mounts": "/runs=pvc:shared", "patch": str(file)}
     with pytest.raises(InvalidConfig, match=message):
         kubernetes.render(request(IMAGE, launch=launch))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "has no field"),
+        ("# comments only\n", "has no field"),
+        ("---\n", "is not an object"),
+        ("weft: 1\nkind: Pod\n", "does not have"),
+        (POD_PATCH.format("containers: [{name: trainer, securityContext: {}}]"), "trainer, which"),
+        (POD_PATCH.format("initContainers: [{name: sidecar}]"), "sidecar, which has no image"),
+    ],
+)
+def test_patch_that_changes_nothing_or_adds_half_a_container_is_refused(
+    text: str, rule: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "patch.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidConfig) as caught:
+        kubernetes.render(request(IMAGE, launch=KEYS["kubernetes"] | {"patch": str(file)}))
+    assert rule in str(caught.value)
+
+
+def test_patch_may_add_a_container_with_an_image(tmp_path: Path) -> None:
+    file = tmp_path / "patch.yaml"
+    file.write_text(POD_PATCH.format("containers: [{name: sidecar, image: a/b:1}]"))
+    text = kubernetes.render(request(IMAGE, launch=KEYS["kubernetes"] | {"patch": str(file)}))
+    assert "a/b:1" in text

@@ -581,9 +581,9 @@ def read_patch(file: str) -> list[dict[str, Any]]:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         rule = f"is not valid YAML: {' '.join(str(error).split())}"
     else:
-        if all(isinstance(document, dict) for document in documents):
+        if documents and all(isinstance(document, dict) for document in documents):
             return documents
-        rule = "has a document that is not an object"
+        rule = "has a document that is not an object" if documents else "has no field"
     raise InvalidConfig([ConfigError("launch.patch", file, rule, remedy)])
 
 
@@ -617,7 +617,8 @@ def merge_documents(documents: Sequence[dict[str, Any]], file: str) -> list[dict
     """Merge the documents of ``launch.patch`` into those of the same kind.
 
     Raises:
-        InvalidConfig: if a document of the file has no kind, or one that no document has.
+        InvalidConfig: if a document of the file has no kind, or one that no document has, or adds
+            a container without an image.
     """
     merged, errors = list(documents), ConfigErrors()
     kinds = [document.get("kind") for document in documents]
@@ -634,5 +635,24 @@ def merge_documents(documents: Sequence[dict[str, Any]], file: str) -> list[dict
             continue
         number = kinds.index(kind)
         merged[number] = merge_fields(merged[number], patch)
+    names = " or ".join({str(each.get("name")): each for each in find_containers(documents)})
+    for container in find_containers(merged):
+        if "image" not in container:
+            rule = f"adds the container {container.get('name')}, which has no image"
+            remedy = f"give it an image, or use the name of a container of the job: {names}"
+            errors.add("launch.patch", rule, remedy, value=file)
     errors.raise_any()
     return merged
+
+
+def find_containers(document: Any) -> Iterator[dict[str, Any]]:
+    """Yield the containers of pod templates in documents of Kubernetes."""
+    if isinstance(document, dict):
+        match document.get("template"):
+            case {"spec": dict(pod)}:
+                lists = (pod.get(name) for name in ("initContainers", "containers"))
+                items = (item for each in lists if isinstance(each, list) for item in each)
+                yield from (item for item in items if isinstance(item, dict))
+    if isinstance(document, (dict, list)):
+        for value in document.values() if isinstance(document, dict) else document:
+            yield from find_containers(value)
