@@ -8,14 +8,15 @@ import pytest
 
 from weft.config.reader import read_job
 from weft.estimate.analytic import DecoderFormulas
-from weft.estimate.cost import Matmul
-from weft.estimate.forecast import price_traces
+from weft.estimate.cost import Matmul, device_spec
+from weft.estimate.forecast import forecast, price_traces
 from weft.estimate.op_recorder import OpCall
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import TracePricer, find_fused_exchanges, to_matmul
 from weft.plan.devices import get_device, parse_cluster
-from weft.plan.plan_text import cluster_machine
+from weft.plan.plan_text import cluster_machine, plan_recipe
 from weft.plan.resolve import resolve
+from weft.train.machine import detect_machine
 
 # Bytes per parameter of both moments of matrices in blocks. 8bit also has two bytes per 32 numbers;
 # with it, moments of other parameters are float32.
@@ -134,6 +135,24 @@ def test_grouped_products_have_the_speed_of_their_dtype() -> None:
         # Half of the experts compute, and half of the rows are none.
         chunk = to_matmul(OpCall(name, 0.0, inputs, (), ()), num_chunks=2, padding=2.0)
         assert chunk == Matmul(260, 64, 96, 1, precision, 2)
+
+
+def test_products_of_emulated_float8_have_the_speed_of_float32() -> None:
+    shapes, results = ((64, 32), (32, 16)), ((1, 64 * 16 * 4),)
+    expected = Matmul(64, 32, 16)
+    call = OpCall("mm", 0.0, shapes, (), results)
+    assert to_matmul(call) == expected
+    assert to_matmul(call, in_float32=True) == expected._replace(precision="float32")
+    half = call._replace(writes=((1, 64 * 16 * 2),))
+    assert to_matmul(half, in_float32=True) == expected
+    seconds = []
+    for float8 in ("none", "tensorwise"):
+        keys = [("model.num_layers", "2"), ("precision.float8", float8)]
+        plan, machine = plan_recipe("llama3-8b", keys, [], "1x8xA100-80GB", detect_machine)
+        device = device_spec(plan, machine)
+        assert device is not None
+        seconds.append(forecast(plan, machine, device).step_seconds or 0.0)
+    assert 4 < seconds[1] / seconds[0] < 16  # 312 over 19.5 TFLOP/s is 16
 
 
 @pytest.mark.slow

@@ -132,6 +132,8 @@ class DecoderFormulas:
         self.sequence_parallel = plan.sequence_parallel
         self.tp_overlap: Overlap = "async" if plan.async_tp else "exposed"
         self.precision: Precision = "bf16" if plan.float8 == "none" else "float8"
+        if plan.float8_emulated and device.float32:
+            self.precision = "float32"
         # Ranks gather float8 if a tensor has one scale.  Else they cast what they gathered, and a
         # cast between gather and matmul prevents the overlap.
         self.tp_gather_bytes = 1 if plan.float8 == "tensorwise" else 2  # per element

@@ -53,7 +53,7 @@ COLLECTIVE_LAUNCH = 15e-6
 # host: 225e9 each way by the data sheet, of which 0.9 arrive).
 HOST_LINK_BANDWIDTH = 200e9
 
-Precision = Literal["bf16", "float8", "float4"]
+Precision = Literal["bf16", "float8", "float4", "float32"]
 # FlashAttention 2, and the kernel made for the device.
 AttentionKernel = Literal["flash", "attention"]
 Overlap = Literal["exposed", "async", "ring", "prefetch", "pair"]
@@ -204,14 +204,14 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
     """Return the seconds of ``op.times`` products in sequence."""
     if min(op.m, op.k, op.n) <= 0:
         return 0.0
-    width = {"bf16": 2, "float8": 1, "float4": 0.5}[op.precision]
+    width = {"bf16": 2, "float8": 1, "float4": 0.5, "float32": 4}[op.precision]
     tiles = op.groups * math.ceil(op.m / TILE[0]) * math.ceil(op.n / TILE[1])
     # Libraries split the last wave (stream-K), at some cost.
     waves = tiles / device.cores
     utilization = waves / math.ceil(waves) if waves < 1 else waves / (waves + 0.5 * (-waves % 1))
     efficiency = device.sustained * max(utilization, 0.1) * op.k / (op.k + TILE_RAMP)
     compute = 2 * op.m * op.k * op.n / (device.flops(op.precision) * efficiency)
-    traffic = width * (op.m * op.k + op.k * op.n) + 2 * op.m * op.n
+    traffic = width * (op.m * op.k + op.k * op.n) + max(width, 2) * op.m * op.n
     compute, traffic = compute * op.groups, traffic * op.groups
     return op.times * (max(compute, traffic / (STREAM_EFFICIENCY * device.bandwidth)) + KERNEL_GAP)
 

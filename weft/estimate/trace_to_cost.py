@@ -85,6 +85,7 @@ class TracePricer:
             "ep": "pair" if plan.overlaps_exchanges else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
         parallel = plan.job.parallel
+        self.in_float32 = plan.float8_emulated or plan.compute_dtype == "float32"
         self.num_chunks = parallel.ep_chunks if plan.ep > 1 else 1
         self.padding = min(parallel.ep_padding, plan.ep * self.num_chunks) if plan.ep > 1 else 1.0
         # By the ``id`` of calls, which live as long as the trace.
@@ -175,7 +176,7 @@ class TracePricer:
             traffic += moved
             kernels += launched
             if call.name in MATMUL_OPS:
-                matmuls.append(to_matmul(call, self.num_chunks, self.padding))
+                matmuls.append(to_matmul(call, self.num_chunks, self.padding, self.in_float32))
             elif "attention" in call.name:
                 attention.append(to_attention(call, self.kernel))
             elif call.group:
@@ -310,13 +311,16 @@ def _is_barrier(call: OpCall) -> bool:
     return call.name in MATMUL_OPS or "attention" in call.name or bool(call.group)
 
 
-def to_matmul(call: OpCall, num_chunks: int = 1, padding: float = 1.0) -> Matmul:
+def to_matmul(
+    call: OpCall, num_chunks: int = 1, padding: float = 1.0, in_float32: bool = False
+) -> Matmul:
     """Convert a call to a matmul, single or batched.
 
     Args:
         call: the call.
         num_chunks: grouped products have rows in one of so many parts of their groups.
         padding: rows of a grouped product, over those that it multiplies.
+        in_float32: the products with float32 results are in float32 without TF32.
     """
     first = MATMUL_OPS[call.name]
     a, b = call.shapes[first], call.shapes[first + 1]
@@ -324,6 +328,8 @@ def to_matmul(call: OpCall, num_chunks: int = 1, padding: float = 1.0) -> Matmul
     if "grouped" in call.name:
         return _grouped_matmul(a, b, call.shapes[-1][0] // num_chunks, padding, precision)
     groups = a[0] if len(a) == 3 else 1
+    if in_float32 and call.writes[0][1] == 4 * groups * a[-2] * b[-1]:
+        precision = "float32"
     return Matmul(a[-2], a[-1], b[-1], 1, precision, groups)
 
 

@@ -120,6 +120,7 @@ class Device:
 
     Attributes:
         bf16, float8, float4: peaks in FLOP/s; 0 if unsupported or unknown.
+        float32: the same, without TF32, which PyTorch uses only if asked.
         launch: host seconds per kernel launch.
         software: measured fraction of the predicted speed.
         calibrated: place and date of that measurement; empty if there is none.
@@ -137,6 +138,7 @@ class Device:
     bf16: NonNegativeFloat = 0.0
     float8: NonNegativeFloat = 0.0
     float4: NonNegativeFloat = 0.0
+    float32: NonNegativeFloat = 0.0
     memory_gib: NonNegativeFloat = 0.0
     watts: NonNegativeFloat = 0.0
     sustained: PositiveFloat = 0.9
@@ -151,7 +153,8 @@ class Device:
     def flops(self, precision: str) -> float:
         """Return the FLOP/s of the best matrix product; bfloat16's if unsupported."""
         measured = self.achieved.get(precision)
-        peak = {"bf16": self.bf16, "float8": self.float8, "float4": self.float4}[precision]
+        peaks = {"bf16": self.bf16, "float8": self.float8}
+        peak = (peaks | {"float4": self.float4, "float32": self.float32})[precision]
         return measured or peak * self.achieved["bf16"] / (self.bf16 or 1) or self.flops("bf16")
 
 

@@ -500,8 +500,9 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
     key, section = f"precision.float8={plan.float8}", plan.job.precision
     if plan.device != "cpu" and plan.float8_emulated:
         yield (
-            f"{key} is emulated on this GPU, which does not support it: training is slower than "
-            "in bfloat16. Use it only to measure the effect on the loss."
+            f"{key} is emulated on this GPU, which does not support it: its products run in "
+            "float32, several times slower than in bfloat16. Set precision.float8=none, unless "
+            "you measure the effect on the loss."
         )
     elif plan.device != "cpu" and not plan.is_compiled:
         yield (
