@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -21,12 +21,21 @@ from weft.plan.devices import GIB
 from weft.train.run_dir import git_commit
 from weft.version import __version__
 
+SPEED = ("tokens/s per device", "MFU, %", "memory, GiB")  # quantities with a table of their own
+SPEED_NOTES = """\
+Values are medians of the steps after the first two. *Planned* is the prediction of `weft plan` for
+this machine, and *ratio* the measured value relative to it: a speed with a ratio below 1 is slower
+than planned. MFU is relative to the bfloat16 peak. A dash means that there is no such value: time
+on a CPU has no prediction."""
+EFFECTS_NOTES = """\
+A row A / B has the first result of A relative to that of B, of the same model and batch: a speed of
+1.2 means that A is 20 % faster."""
 NOTES = """\
-*Measured* is the median of the steps after the first two; *ms* are those of one profiled step, the
-mean over ranks. *Planned* is the prediction of `weft plan` for this machine. For the machine it is
-the planner's table of devices, for a save its bytes at the measured speed of the disk. A dash means
-that there is no prediction: time on a CPU has none. A speed with a *ratio* below 1 is slower than
-planned."""
+*ms* are those of one profiled step, the mean over ranks. *Planned* is the prediction of `weft
+plan`, but for some quantities another value. For the machine it is that of the planner's table of
+devices, for tests the number that ran, for a save its bytes at the measured speed of the disk, and
+for a relative difference of losses its limit, above which the stage fails."""
+NOT_INSTALLED = "not installed"
 
 
 def build_document(
@@ -71,7 +80,8 @@ def describe_machine(facts: Facts) -> dict[str, str]:
         "torch": f"{facts.torch}, for {'CUDA ' + facts.cuda if facts.cuda else 'CPUs'}",
         "torchao": package_version("torchao"),
         "triton": package_version("triton"),
-        "weft": f"{__version__}, {f'commit {commit}' if commit else 'a package'}",
+        "TorchTitan": package_version("torchtitan").replace(NOT_INSTALLED, ""),
+        "weft": f"{__version__}, commit {commit or 'unknown'}",
         "Python, kernel": f"{facts.python}, {facts.kernel}",
         "CPU": f"{facts.usable} of {facts.cores} cores, {facts.memory / GIB:.0f} GiB of memory",
         "disk": f"{disk.kind}, {speeds}, {disk.free / GIB:.0f} GiB free",
@@ -84,7 +94,7 @@ def package_version(name: str) -> str:
     """Return the version of an installed package, or that there is none."""
     with suppress(PackageNotFoundError):
         return version(name)
-    return "not installed"
+    return NOT_INSTALLED
 
 
 def compute_effects(
@@ -108,32 +118,36 @@ def compute_effects(
 def format_page(document: Mapping[str, Any]) -> str:
     """Return the page of `build_document`."""
     machine, stages = document["machine"], document["stages"]
-    counts = Counter(stage["status"] for stage in stages)
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     rows = [
         [stage["name"], *format_row(Row(**row))]
         for stage in stages
         for row in stage["rows"]
-        if (row["measured"], row["planned"]) != (None, None)
+        if row["quantity"] not in SPEED and (row["measured"], row["planned"]) != (None, None)
     ]
     columns = ["measured", "planned", "ratio"]
+    speed, mfu, memory = SPEED
+    speed_columns = [speed, "planned", "ratio", mfu, memory, "planned", "ratio"]
+    speeds = format_table("Speed and memory", ["stage", *speed_columns], format_speeds(stages))
+    effects = format_table(
+        "Effects of techniques",
+        ["stages", *columns],
+        (format_row(Row(**effect)) for effect in document["effects"]),
+    )
     sections = [
         f"# weft on {machine['GPUs'] if machine['GPUs'] != 'none' else 'a CPU'}",
-        f"{document['time']}, {document['seconds'] / 60:.1f} minutes. Stages: {summary}.",
+        f"{document['time']}, {document['seconds'] / 60:.1f} minutes. {summarize(stages)}",
         f"    {document['command']}",
-        *format_table("Machine", ["", ""], machine.items()),
-        *format_table("Results", ["stage", "quantity", *columns], rows),
+        "`docs/gpu-check.md` of weft's repository says what each stage is for.",
+        *(speeds and [*speeds, SPEED_NOTES]),
+        *(effects and [*effects, EFFECTS_NOTES]),
+        *format_table("Other results", ["stage", "quantity", *columns], rows),
         NOTES,
-        *format_table(
-            "Effects of techniques",
-            ["stages", *columns],
-            (format_row(Row(**effect)) for effect in document["effects"]),
-        ),
         *format_table(
             "Stages",
             ["stage", "result", "seconds", "reason"],
             ([s["name"], s["status"], f"{s['seconds']:.0f}", s["reason"]] for s in stages),
         ),
+        *format_table("Machine", ["", ""], machine.items()),
         *format_table(
             "Findings of weft doctor",
             ["severity", "check", "finding", "remedy"],
@@ -144,21 +158,46 @@ def format_page(document: Mapping[str, Any]) -> str:
         ),
         *format_table(
             "Commands",
-            ["stage", "keys"],
-            (
-                [s["name"], f"{s['size']} {s['keys']}" if s["size"] else s["command"]]
-                for s in stages
-                if s["command"]
-            ),
+            ["stage", "command"],
+            ([s["name"], format_command(s)] for s in stages if s["command"]),
         ),
-        "Each run is `weft train demo` with these keys and some for all runs. The data file beside "
-        "this page has the complete commands.",
+        "A key here is an option there: `--key=value`. All runs have some more keys; the data file "
+        "beside this page has the complete commands.",
     ]
     for stage in stages:
         if stage["output"]:
             lines = (f"    {line}" for line in stage["output"].splitlines())
             sections += [f"## Last lines of {stage['name']}", "\n".join(lines)]
     return "\n\n".join(sections) + "\n"
+
+
+def summarize(stages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the number of stages by status, with the names of those that failed."""
+    names: dict[str, list[str]] = {}
+    for stage in stages:
+        names.setdefault(stage["status"], []).append(stage["name"])
+    counts = []
+    for status, found in names.items():
+        text = f" ({'; '.join(found)})" if status in ("failed", "timed out") else ""
+        counts.append(f"{len(found)} {status}{text}")
+    return f"Stages: {', '.join(counts)}."
+
+
+def format_speeds(stages: Iterable[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the cells of each stage that has a speed."""
+    for stage in stages:
+        found = {row["quantity"]: Row(**row) for row in stage["rows"]}
+        if SPEED[0] in found:
+            speed, mfu, memory = (format_row(found.get(name, Row(name, None))) for name in SPEED)
+            yield [stage["name"], *speed[1:], mfu[1], *memory[1:]]
+
+
+def format_command(stage: Mapping[str, Any]) -> str:
+    """Return the command of a stage, without the keys that all runs have."""
+    if stage["keys"]:
+        start = " ".join(stage["command"].split()[:3])  # weft train RECIPE
+        return f"{start} {stage['size']} {stage['keys']}"
+    return str(stage["command"])
 
 
 def format_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

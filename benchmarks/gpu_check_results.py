@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -213,8 +214,14 @@ def compare_losses(
 
 
 def read_test_counts(output: str) -> dict[str, int]:
-    """Return the numbers of tests by outcome, from the output of pytest."""
-    counts: dict[str, int] = {}
+    """Return the numbers of tests by outcome, from the output of pytest in several processes.
+
+    They are those of its last line, or of the tests that ended before it was killed.
+    """
+    ended = re.findall(
+        r"^\[gw\d{1,4}\] \[ *\d{1,3}%\] (PASSED|FAILED|SKIPPED|ERROR) ", output, re.M
+    )
+    counts: dict[str, int] = Counter(name.lower() for name in ended)
     for line in output.splitlines():
         found = re.findall(r"(\d{1,9}) (passed|failed|skipped|errors?)\b", line)
         if found and re.search(r" in [\d.]+s", line):

@@ -21,6 +21,7 @@ from benchmarks.gpu_check_stages import (
     CPU_LOSS_SIZES,
     FLOAT8,
     GPU_TESTS,
+    LOSS_SIZES,
     Program,
     Schedule,
     Stage,
@@ -40,6 +41,7 @@ EXPERTS = (
 CPU_EXPERTS = (
     f"model.kind=moe model.preset=toy-moe {CPU_LAYERS} model.dense_layers=0 model.expert_dim=64",
 )
+LOSS = (f"{LOSS_SIZES[0]} model.num_layers=4",)
 SHORT_LOSS = (f"{CPU_LOSS_SIZES[0]} model.num_layers=1 train.seq_len=64 train.steps=50",)
 
 INSTALL = "pip install --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard "
@@ -68,9 +70,10 @@ def read_torchtitan(output: str) -> list[Row]:
     ]
     if not steps:
         return [Row("tokens/s per device", None)]
+    memory = max(memory for _, memory in steps)
     return [
         Row("tokens/s per device", median(tokens for tokens, _ in steps)),
-        Row("memory, GiB", max(memory for _, memory in steps)),
+        Row("memory, GiB", memory if memory > 0 else None),  # a CPU has none
     ]
 
 
@@ -91,28 +94,30 @@ def torchtitan(name: str, layers: int, words: str, **changes: object) -> Program
     return replace(program, **changes)  # type: ignore[arg-type]
 
 
-_speed = partial(Stage, sizes=LAYERS, cpu_sizes=(CPU_LAYERS,), limit=45.0)
-_experts = partial(_speed, sizes=EXPERTS, cpu_sizes=CPU_EXPERTS, limit=40.0)
-_loss = partial(loss_stage, cpu_sizes=SHORT_LOSS, limit=45.0)
-_titan = partial(torchtitan, layers=4, size=LAYERS[0], limit=45.0)
+_speed = partial(Stage, sizes=LAYERS, cpu_sizes=(CPU_LAYERS,), seconds=40.0)
+_experts = partial(_speed, sizes=EXPERTS, cpu_sizes=CPU_EXPERTS)
+_loss = partial(loss_stage, sizes=LOSS, cpu_sizes=SHORT_LOSS, seconds=45.0)
+_titan = partial(torchtitan, layers=4, size=LAYERS[0], seconds=40.0)
 TITAN_WORDS = (
     "--training.local_batch_size 1 --training.global_batch_size 2 --training.steps 12 "
     "--activation_checkpoint.mode none"
 )
 
 STAGES = (
-    replace(GPU_TESTS, limit=100.0),
-    _speed("bfloat16", COMPILE),
+    replace(GPU_TESTS, seconds=110.0),
+    _speed("bfloat16", COMPILE, seconds=45.0),
     _loss("none"),
     _loss("rowwise"),
     _speed("tensorwise", f"{COMPILE} {FLOAT8}"),
     _titan("TorchTitan, bfloat16", words=TITAN_WORDS),
     _loss("tensorwise"),
-    _speed("rowwise", f"{COMPILE} precision.float8=rowwise", limit=40.0),
-    _speed("documents", f"{COMPILE} data.packing=documents", limit=40.0),
-    _experts("experts", COMPILE),
-    _titan("TorchTitan, tensorwise", words=f"{TITAN_WORDS} {TITAN_FLOAT8}", limit=40.0),
-    _experts("experts, tensorwise", f"{COMPILE} {FLOAT8} precision.float8_small=true"),
+    _speed("rowwise", f"{COMPILE} precision.float8=rowwise"),
+    _speed("documents", f"{COMPILE} data.packing=documents"),
+    _experts("experts", COMPILE, seconds=45.0),
+    _titan("TorchTitan, tensorwise", words=f"{TITAN_WORDS} {TITAN_FLOAT8}"),
+    _experts(
+        "experts, tensorwise", f"{COMPILE} {FLOAT8} precision.float8_small=true", seconds=35.0
+    ),
 )
 EFFECTS = (
     ("tensorwise", "bfloat16"),

@@ -65,7 +65,7 @@ def split(name: str, ranks: str) -> Program:
     """Return the splits of the communicator of this number of ranks."""
     words = "benchmarks/group_split.py --ranks {ranks}"
     cpu_words = f"{words} --device cpu"
-    return Program(name, words, read_splits, cpu_words, ranks=ranks, min_devices=2, limit=60.0)
+    return Program(name, words, read_splits, cpu_words, ranks=ranks, min_devices=2, seconds=60.0)
 
 
 _run = partial(
@@ -75,7 +75,7 @@ _run = partial(
     ranks="all",
     min_devices=2,
     num_records=20,
-    limit=75.0,
+    seconds=75.0,
     read=read_first_losses,
 )
 _axis = partial(_run, reference="data parallel", tolerance=TOLERANCE)
@@ -87,9 +87,9 @@ _recipe = partial(
     cpu_sizes=(CPU_LAYERS,),
     ranks="all",
     min_devices=2,
-    limit=150.0,
+    seconds=150.0,
 )
-_titan = partial(torchtitan, layers=32, size=FULL[0], ranks="all", min_devices=2, limit=150.0)
+_titan = partial(torchtitan, layers=32, size=FULL[0], ranks="all", min_devices=2, seconds=150.0)
 PIPELINE = f"{STEPS} parallel.pp=2 parallel.dp_shard={{half}}"
 RING = f"{STEPS} parallel.cp={{ranks}}"
 EP = f"{STEPS} parallel.ep={{ranks}}"
@@ -124,7 +124,7 @@ STAGES = (
         f"{STEPS} checkpoint.interval=10 resilience.max_restarts_per_hour=1 {KILL}",
         num_records=0,
         read=read_resume,
-        limit=180.0,
+        seconds=180.0,
     ),
     _run(
         "stopped rank",
@@ -132,7 +132,7 @@ STAGES = (
         num_records=0,
         read=read_hang,
         exit_status=HUNG,
-        limit=150.0,
+        seconds=150.0,
     ),
     _axis("tensor parallel, compiled", f"{STEPS} compile.enable=true parallel.tp={{ranks}}"),
     _axis(
@@ -158,7 +158,7 @@ STAGES = (
         "pipeline, interleaved",
         f"{PIPELINE} pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=2",
     ),
-    replace(GPU_TESTS, limit=150.0),
+    replace(GPU_TESTS, seconds=150.0),
     _recipe("rowwise", f"{COMPILE} {BATCH} {SELECTIVE} precision.float8=rowwise"),
 )
 EFFECTS = (
