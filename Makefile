@@ -87,7 +87,7 @@ docs: install
 gpu: install
 	$(VENV)/bin/python -m benchmarks.gpu_check
 
-# What weft and its GPU tests need beside torch, for a machine without a network.
+# What weft, its GPU tests and TorchTitan need beside torch, for a machine without a network.
 wheels: install
 	$(VENV)/bin/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \

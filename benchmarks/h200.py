@@ -44,9 +44,8 @@ CPU_EXPERTS = (
 LOSS = (f"{LOSS_SIZES[0]} model.num_layers=4",)
 SHORT_LOSS = (f"{CPU_LOSS_SIZES[0]} model.num_layers=1 train.seq_len=64 train.steps=50",)
 
-INSTALL = "pip install --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard "
-INSTALL += "tensorboard"
-TITAN_PACKAGES = ("torchtitan", "torchdata", "tyro", "tensorboard")
+INSTALL = "pip install --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard"
+TITAN_PACKAGES = ("torchtitan", "torchdata", "tyro", "docstring_parser", "typeguard")
 TITAN_CPU = (
     "benchmarks/torchtitan_run.py --ranks {ranks} --layers 0 --device cpu "
     "--training.seq_len 64 --training.local_batch_size 1 --training.steps 4 "

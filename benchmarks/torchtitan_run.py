@@ -1,6 +1,6 @@
 """Run TorchTitan's Llama on random tokens, to compare with weft in the same minutes.
 
-    pip install --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard tensorboard
+    pip install --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard
     python benchmarks/torchtitan_run.py --ranks 8 --layers 32 [WORDS ...]
 
 WORDS are options of TorchTitan, such as ``--compile.enable``.  Its trainer, model, parallelism and
@@ -101,6 +101,7 @@ def find_free_port() -> int:
 
 def run_rank(rank: int, ranks: int, port: int, layers: int, device: str, words: list[str]) -> None:
     """Train as one of ``ranks`` processes."""
+    replace_module("torch.utils.tensorboard", "SummaryWriter")
     if importlib.util.find_spec("datasets") is None:
         replace_module("datasets", "Dataset", "load_dataset")
         replace_module("datasets.distributed", "split_dataset_by_node")

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,7 @@ from benchmarks.gpu_check_results import (
 from benchmarks.gpu_check_stages import (
     EFFECTS,
     GPU_CHECK,
+    GPU_TESTS,
     SIZES,
     STAGES,
     Program,
@@ -64,7 +66,7 @@ from benchmarks.gpu_check_stages import (
     count_ranks,
     resolve_keys,
 )
-from benchmarks.h200 import H200, read_torchtitan
+from benchmarks.h200 import H200, INSTALL, TITAN_PACKAGES, read_torchtitan
 from benchmarks.h200 import MACHINE_SECONDS as H200_MACHINE_SECONDS
 from benchmarks.node import MACHINE_SECONDS as NODE_MACHINE_SECONDS
 from benchmarks.node import NODE, read_splits
@@ -84,7 +86,8 @@ from weft.train.machine import detect_machine
 pytestmark = pytest.mark.timeout(300, method="signal")
 
 CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+CLONE = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(CLONE)}
 RECORDED = Path(__file__).parent / "recorded_runs"
 DISK = Directory("run.dir", "/runs", write=1e8, read=2e8)
 TINY = (
@@ -222,6 +225,21 @@ def test_read_torchtitan_skips_the_first_steps_and_colors() -> None:
     assert values(read_torchtitan("a crash")) == {"tokens/s per device": (None, None)}
     on_cpu = read_torchtitan("step:  3  loss: 8.2  memory: -0.00GiB(-0.00%)  tps: 700")
     assert values(on_cpu) == {"tokens/s per device": (700, None), "memory, GiB": (None, None)}
+
+
+def test_wheels_for_gpus_have_all_that_weft_the_tests_and_torchtitan_import() -> None:
+    """For a machine without a network; PyTorch is there, and brings jinja2."""
+    project = tomllib.loads((CLONE / "pyproject.toml").read_text("utf-8"))["project"]
+    words = [*project["dependencies"], *INSTALL.split()[3:], *GPU_TESTS.install.split()[2:]]
+    needed = {canonical_name(word) for word in (*words, *TITAN_PACKAGES, "torchao")}
+    lines = (CLONE / "benchmarks/gpu-wheels.txt").read_text("utf-8").splitlines()
+    assert needed - {canonical_name(line) for line in lines} == {"torch", "jinja2"}
+    assert {word for word in INSTALL.split() if "==" in word} <= {*lines}
+
+
+def canonical_name(requirement: str) -> str:
+    """Return the name of a package without its version."""
+    return re.split("[<>=]", requirement)[0].replace("_", "-").lower()
 
 
 def test_read_splits_and_hang(tmp_path: Path) -> None:
