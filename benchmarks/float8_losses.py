@@ -1,9 +1,10 @@
 """Compare the losses of compiled float8 training with bfloat16 on a CPU, where float8 is emulated.
 
-    python benchmarks/float8_losses.py DIRECTORY [--experts]
+    python -m benchmarks.float8_losses DIRECTORY [--experts] [--steps 300]     in a clone
 
 Runs the loss stages of the GPU check on their CPU model, one after the other, and prints a table of
-the mean losses of 50 steps.  A run whose directory is complete is not repeated.
+the mean losses of 50 steps.  A run whose directory is complete is not repeated.  With fewer steps
+than 50 it shows that all runs train; their limit means little.
 
 The limit of a float8 run is derived from bfloat16 runs that differ in nothing that should matter:
 those of other seeds have other initial weights and another order of the data.  The limit is the
@@ -16,18 +17,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
 import time
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.gpu_check import weft_command
+from benchmarks.gpu_check import run_command, weft_command
 from benchmarks.gpu_check_results import read_losses
 from benchmarks.gpu_check_stages import loss_stage, parse_keys, resolve_keys
+from weft.monitor.process import PYTHON
 
-WINDOW, STEPS = 50, 300
+WINDOW = 50
 SEEDS = ("bf16-seed1", "bf16-seed2")
 RUNS = {  # name: precision, further keys
     "bf16": ("none", ""),
@@ -41,8 +42,8 @@ RUNS = {  # name: precision, further keys
 EXPERT_RUNS = ("bf16", "tensorwise", "bf16-seed1", "bf16-eager")
 
 
-def run_weft(name: str, directory: Path, experts: bool) -> list[float]:
-    """Train unless it is done; return the mean losses of windows.
+def run_weft(name: str, directory: Path, experts: bool, num_steps: int) -> list[float]:
+    """Train unless it is done; return the loss of every step.
 
     Raises:
         SystemExit: if the run fails.
@@ -54,20 +55,22 @@ def run_weft(name: str, directory: Path, experts: bool) -> list[float]:
     keys |= {
         "run.dir": str(run_dir),
         "run.device": "cpu",
+        "train.steps": str(num_steps),
         "data.cache_dir": str(directory / "data"),
         "compile.cache_dir": str(directory / "compiled"),
+        # Where other programs use all cores, a step may take minutes.
+        "resilience.step_timeout": "0",
     }
     losses = read_losses(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-    if len(losses) < STEPS:
-        start = time.monotonic()
-        subprocess.run(
-            [sys.executable, "-m", *weft_command("train", stage.recipe, keys)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+    if len(losses) < num_steps:
+        start, log = time.monotonic(), run_dir.with_suffix(".log")
+        directory.mkdir(parents=True, exist_ok=True)
+        command = [*PYTHON, *weft_command("train", stage.recipe, keys)]
+        if status := run_command(command, log, math.inf):
+            raise SystemExit(f"{name} failed with exit status {status}: see {log}")
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
         losses = read_losses(run_dir)
-    return [fmean(losses[i : i + WINDOW]) for i in range(0, STEPS, WINDOW)]
+    return losses[:num_steps]
 
 
 def largest(pairs: list[tuple[float, float]]) -> float:
@@ -80,21 +83,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--experts", action="store_true", help="a small mixture of experts")
+    parser.add_argument("--steps", type=int, default=300, help="of each run; default: 300")
     options = parser.parse_args()
     names = EXPERT_RUNS if options.experts else tuple(RUNS)
-    runs = {name: run_weft(name, options.directory, options.experts) for name in names}
+    starts = range(0, options.steps, WINDOW)
+    runs: dict[str, list[float]] = {}
+    for name in names:
+        losses = run_weft(name, options.directory, options.experts, options.steps)
+        runs[name] = [fmean(losses[start : start + WINDOW]) for start in starts]
     seeds = [runs[name] for name in ("bf16", *SEEDS) if name in runs]
     tested = [name for name in names if RUNS[name][0] != "none"]
-    print(f"| steps | loss, bfloat16 | seeds | rounding | {' | '.join(tested)} |")
+    print(f"| steps | loss, bfloat16 | seeds | not compiled | {' | '.join(tested)} |")
     print("|---|" + "---|" * (3 + len(tested)))
     spreads: list[float] = []
     differences: list[float] = []
-    for index in range(STEPS // WINDOW):
+    for index, start in enumerate(starts):
         base = runs["bf16"][index]
         spreads.append(largest([(a[index], b[index]) for a, b in combinations(seeds, 2)]))
         eager, *found = ((runs[name][index] - base) / base for name in ("bf16-eager", *tested))
         differences += map(abs, found)
-        steps = f"{index * WINDOW + 1} to {(index + 1) * WINDOW}"
+        steps = f"{start + 1} to {min(start + WINDOW, options.steps)}"
         cells = " | ".join(f"{value:+.2%}" for value in found)
         print(f"| {steps} | {base:.4f} | {spreads[-1]:.2%} | {eager:+.2%} | {cells} |")
     limit = max(spreads)

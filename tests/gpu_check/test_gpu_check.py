@@ -826,6 +826,26 @@ def test_rehearsal_on_a_cpu_runs_to_the_end(schedule: Schedule, tmp_path: Path) 
         assert stage["status"] == ("skipped" if skipped else "passed"), stage
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800, method="signal")
+@pytest.mark.parametrize("experts", [False, True])
+def test_float8_losses_trains_in_a_clean_directory(experts: bool, tmp_path: Path) -> None:
+    """The command of docs/results.md, with fewer steps; a second call does not train again."""
+    command = [sys.executable, "-P", "-m", "benchmarks.float8_losses", "new/runs", "--steps", "3"]
+    command += ["--experts"] * experts
+    columns = ["tensorwise"] if experts else ["rowwise", "tensorwise", "mxfp8"]
+    for count in (3 + len(columns) + (not experts), 0):
+        completed = subprocess.run(
+            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        head, _, row, limit = completed.stdout.splitlines()
+        assert head == f"| steps | loss, bfloat16 | seeds | not compiled | {' | '.join(columns)} |"
+        assert row.startswith("| 1 to 3 | ")
+        assert len(re.findall(r"[+-]\d\.\d\d%", row)) == 1 + len(columns)  # none is NaN
+        assert limit.startswith("limit ")
+        assert completed.stderr.count(" s\n") == count, completed.stderr
+
+
 def pages_in(directory: Path, name: str = "gpu-check") -> tuple[str, dict[str, Any]]:
     """Return the only page in a directory, and its data."""
     (page,) = directory.glob(f"{name}-*.md")
