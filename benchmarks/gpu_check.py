@@ -63,7 +63,7 @@ from weft.config.schema import replace as changed
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.plan.devices import GIB
 from weft.tools.experiment import failure_reason
-from weft.train.machine import detect_machine
+from weft.train.machine import detect_machine, explain_unused_gpus
 
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
 PLAN_SECONDS = 90.0
@@ -120,9 +120,11 @@ def run_gpu_check(job: Job, command: str, schedule: Schedule) -> int:
         schedule: stages and time limit.
 
     Raises:
-        WeftError: if the directory is not writable.
+        WeftError: if the directory is not writable, or PyTorch cannot use the GPUs.
     """
     start = time.monotonic()
+    if job.run.device == "auto" and (reason := explain_unused_gpus()):
+        raise WeftError(f"{reason}. --run.device cpu runs the stages on the CPU, to test them")
     root = expand_path("" if job.run.dir == "auto" else job.run.dir).absolute()
     page = root / f"{schedule.name}-{time.strftime('%Y%m%d-%H%M%S')}.md"
     results: list[StageResult] = []

@@ -29,7 +29,6 @@ from benchmarks.gpu_check_stages import (
     FLOAT8,
     GPU_TESTS,
     SAVE,
-    SPEED,
     Program,
     Schedule,
     Stage,
@@ -114,9 +113,12 @@ STAGES = (
     _experts("experts, alltoall", EP),
     _axis("pipeline, 1F1B", f"{PIPELINE} pipeline.schedule=1F1B"),
     _axis("HSDP", f"{STEPS} parallel.dp_replicate=2 parallel.dp_shard={{half}}"),
-    _recipe("recipe", f"{SPEED} {BATCH}"),
     _recipe("tensorwise", f"{COMPILE} {BATCH} {SELECTIVE} {FLOAT8}"),
     _titan("TorchTitan, tensorwise", words=f"{TITAN_WORDS} {TITAN_FLOAT8} {GATHER}"),
+    _recipe(
+        "tensorwise, no recomputation",
+        f"{COMPILE} {BATCH} activation_checkpoint.mode=none {FLOAT8}",
+    ),
     _recipe("bfloat16", f"{COMPILE} {BATCH} {SELECTIVE} precision.float8=none"),
     _titan("TorchTitan, bfloat16", words=TITAN_WORDS),
     _axis(
@@ -164,7 +166,7 @@ STAGES = (
 EFFECTS = (
     ("tensorwise", "bfloat16"),
     ("rowwise", "bfloat16"),
-    ("recipe", "TorchTitan, tensorwise"),
+    ("tensorwise, no recomputation", "tensorwise"),
     ("tensorwise", "TorchTitan, tensorwise"),
     ("bfloat16", "TorchTitan, bfloat16"),
 )

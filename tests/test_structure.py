@@ -1,4 +1,4 @@
-"""Structure of the code: no function takes a plan and its job."""
+"""Structure of the code: arguments that no function has."""
 
 from __future__ import annotations
 
@@ -27,3 +27,27 @@ def test_functions_take_a_plan_without_its_job() -> None:
         if {"job", "plan"} <= {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
     ]
     assert both == []
+
+
+# Always outside of what Dynamo traces.
+OPAQUE_FUNCTIONS = {"_ConcatWeights", "_KnownGradients"}
+
+
+def test_autograd_functions_have_a_fixed_number_of_arguments() -> None:
+    """Dynamo without gradients drops the context if it counts as many arguments as parameters.
+
+    It counts ``*rest`` as one parameter, so with two arguments there the first tensor becomes the
+    context.
+    """
+    found = {
+        node.name
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any("autograd.Function" in ast.unparse(base) for base in node.bases)
+        for function in node.body
+        if isinstance(function, ast.FunctionDef)
+        and function.name == "forward"
+        and function.args.vararg is not None
+    }
+    assert found == OPAQUE_FUNCTIONS

@@ -118,8 +118,9 @@ def read(name: str, function: Any) -> dict[str, tuple[float | None, float | None
     ids=lambda value: getattr(value, "name", value),
 )
 def test_stages_every_run_has_a_plan_on_gpus(schedule: Schedule, cluster: str) -> None:
-    """All keys are valid, and only what a device lacks is refused."""
+    """All keys are valid, only what a device lacks is refused, and no job runs twice."""
     devices = int(cluster[0])
+    jobs: list[Any] = []
     for stage in schedule.stages:
         if isinstance(stage, Program) or devices < stage.min_devices:
             continue
@@ -132,6 +133,8 @@ def test_stages_every_run_has_a_plan_on_gpus(schedule: Schedule, cluster: str) -
         assert not check_data_is_named(plan), stage.name  # `weft train` checks more than the plan
         assert stage.num_records < plan.num_steps + 1
         assert not any("has no effect" in warning for warning in plan.warnings), stage.name
+        assert plan.job not in jobs, stage.name
+        jobs.append(plan.job)
 
 
 @pytest.mark.parametrize("schedule", [H200, NODE], ids=lambda schedule: schedule.name)

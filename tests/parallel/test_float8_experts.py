@@ -230,6 +230,21 @@ def test_compiled_expert_products_are_equal_bit_for_bit(recipe: str) -> None:
         assert our.equal(their)
 
 
+def test_compiled_expert_products_without_gradients_are_equal_bit_for_bit() -> None:
+    """As in an evaluation, where Dynamo calls the forward function itself."""
+    x, w, _, counts = draw("tensorwise", 3, torch.bfloat16)
+    torch._dynamo.reset()
+    product = torch.compile(
+        partial(float8_grouped_linear, recipe="tensorwise", emulate=True),
+        fullgraph=True,
+        backend="eager",
+    )
+    with torch.no_grad():
+        w = w.requires_grad_()
+        out = product(x, w, torch.tensor(counts))
+        assert out.equal(float8_grouped_linear(x, w, torch.tensor(counts), "tensorwise", True))
+
+
 def test_private_names_are_as_expected() -> None:
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 

@@ -64,12 +64,14 @@ def float8_grouped_linear(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor, *options: Any) -> Any:
+    def forward(
+        ctx: Any, x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor, recipe: str, emulate: bool
+    ) -> Any:
         # A frozen weight has no gradient, which alone needs the input.
         saved = x_RD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(saved, weight_EFD, counts_E)
-        ctx.options = options
-        groups = _PaddedRows(counts_E, len(x_RD), *options)
+        ctx.options = recipe, emulate
+        groups = _PaddedRows(counts_E, len(x_RD), recipe, emulate)
         return groups.multiply(x_RD, _unpack(weight_EFD, x_RD.dtype), is_forward=True)
 
     @staticmethod

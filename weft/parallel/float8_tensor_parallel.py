@@ -61,9 +61,11 @@ def float8_exchanges(layer: Any, group: dist.ProcessGroup) -> tuple[Collective, 
 @torch._dynamo.allow_in_graph
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, name: str, size: int, *options: Any) -> Any:
+    def forward(
+        ctx: Any, x_BTD: Tensor, name: str, size: int, dtype: torch.dtype, mm_config: Any
+    ) -> Any:
         ctx.name, ctx.size = name, size
-        return _gather(x_BTD, GemmInputRole.INPUT, name, size, *options)
+        return _gather(x_BTD, GemmInputRole.INPUT, name, size, dtype, mm_config)
 
     @staticmethod
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,8 +75,10 @@ class _GatherSequence(torch.autograd.Function):
 @torch._dynamo.allow_in_graph
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, name: str, size: int, *options: Any) -> Tensor:
-        ctx.options = (name, size, *options)
+    def forward(
+        ctx: Any, x_BSD: Tensor, name: str, size: int, dtype: torch.dtype, mm_config: Any
+    ) -> Tensor:
+        ctx.options = name, size, dtype, mm_config
         return reduce_scatter_sequence(x_BSD, name, size)
 
     @staticmethod
@@ -136,8 +140,8 @@ class _CastGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *options: Any) -> Tensor:
-        ctx.options = options
+    def forward(ctx: Any, out: Tensor, dtype: torch.dtype, mm_config: Any) -> Tensor:
+        ctx.options = dtype, mm_config
         return out.view_as(out)
 
     @staticmethod

@@ -67,9 +67,11 @@ class WeightGradients:
 
 class _Taps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, module: Any, counts: Any, *shapes: Any) -> Any:
+    def forward(
+        ctx: Any, weight: Tensor, module: Any, counts: Any, x_shape: Any, grad_shape: Any
+    ) -> Any:
         ctx.options = weight, module.weight_gradients, counts
-        return tuple(weight.new_empty(()).expand(shape) for shape in shapes)
+        return tuple(weight.new_empty(()).expand(shape) for shape in (x_shape, grad_shape))
 
     @staticmethod
     def backward(ctx: Any, x: Tensor, grad: Tensor) -> Any:
@@ -85,7 +87,7 @@ class _Taps(torch.autograd.Function):
 
 class _Tapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, x: Tensor, *taps: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, x: Tensor, x_tap: Tensor, grad_tap: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return out.detach()  # not a view, which FSDP and pipelines do not support
 

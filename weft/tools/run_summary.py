@@ -31,6 +31,7 @@ from weft.plan.placement import AXES
 from weft.plan.plan import Plan
 from weft.plan.plan_text import describe_float8, format_stages, run_title
 from weft.train.early_stopping import read_early_stop
+from weft.train.machine import explain_unused_gpus
 from weft.train.run_dir import count_epochs, epoch_warnings
 from weft.train.state import checkpoint_dir
 from weft.version import __version__, untested_versions
@@ -63,7 +64,8 @@ def print_plan(
         console.print(f"predicted: {prediction}")
     untested = untested_versions(torch.__version__, platform.python_version())
     versions = (f"{fact}; {remedy}" for fact, remedy in untested)
-    for text in filter(None, (*plan.warnings, warning, *versions)):
+    unused = explain_unused_gpus() if plan.job.run.device == "auto" else ""
+    for text in filter(None, (*plan.warnings, warning, *versions, unused)):
         console.print(f"warning: {text}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from weft.config.accelerators import GPU
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import RunSection
+from weft.monitor.nvml import has_nvml, query_gpus
 from weft.plan.plan import Machine
 
 
@@ -57,6 +59,29 @@ def find_accelerator() -> str | None:
     """Return the type of this machine's accelerators; None if there is none."""
     device = torch.accelerator.current_accelerator()  # the one that torch is built for
     return device.type if device is not None and torch.accelerator.device_count() else None
+
+
+def explain_unused_gpus() -> str:
+    """Return why PyTorch cannot use this machine's NVIDIA GPUs.
+
+    "" if it can, if there are none, or if ``CUDA_VISIBLE_DEVICES`` hides them.
+    """
+    hidden = not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if hidden or find_accelerator() is not None or not has_nvml():
+        return ""
+    state = query_gpus()
+    if not state.gpus:
+        return ""
+    version = torch.version.cuda
+    reason, remedy = "it finds none", "weft doctor checks them"
+    if version is None:
+        reason = f"torch {torch.__version__} is a build without CUDA"
+        remedy = "install a torch with CUDA"
+    elif state.cuda < (int(version.partition(".")[0]), 0):
+        supported = ".".join(map(str, state.cuda))
+        reason = f"driver {state.driver} supports CUDA {supported}, and torch is for {version}"
+        remedy = "install a newer driver, or a torch for that CUDA (docs/gpu-node.md)"
+    return f"PyTorch cannot use the {len(state.gpus)} GPUs of this machine: {reason}; {remedy}"
 
 
 def default_device() -> torch.device:
