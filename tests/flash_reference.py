@@ -17,7 +17,7 @@ from weft.plan import rules
 
 
 class FlashReference:
-    """`aten._flash_attention_forward` and its backward, document by document."""
+    """`aten._flash_attention_forward` and its backward, part by part, in float32 or wider."""
 
     def __init__(self) -> None:
         self.calls = {"forward": 0, "backward": 0}
@@ -28,33 +28,38 @@ class FlashReference:
     ) -> tuple[Tensor, ...]:
         self.calls["forward"] += 1
         self.num_documents.append(len(offsets) - 1)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
-        for part, scores in self._scores(q, k, offsets, *args, **limits):
-            lse[:, part] = scores.logsumexp(-1)
-            out[part] = (scores.softmax(-1) @ self._heads(v[part], q)).transpose(0, 1)
-        return out, lse, *(q.new_empty(0),) * 3
+        dtype = q.dtype
+        q, k, v = _widen(q, k, v)
+        out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
+        for queries, keys, scores in self._scores(q, k, offsets, *args, **limits):
+            lse[:, queries] = scores.logsumexp(-1) if scores.shape[-1] else torch.inf
+            out[queries] = (scores.softmax(-1) @ self._heads(v[keys], q)).transpose(0, 1)
+        assert not out.isnan().any()
+        return out.to(dtype), lse, *(q.new_empty(0),) * 3
 
     def _flash_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any,
         **limits: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         self.calls["backward"] += 1
-        offsets, *lengths = args[:-2]
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        assert lse.is_contiguous()
+        lengths, dtype = args[:-2], q.dtype
+        grad, q, k, v, out = _widen(grad, q, k, v, out)
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
         groups = k.shape[1]
-        for part, scores in self._scores(q, k, offsets, *lengths, False, **limits):
-            weights = (scores - lse[:, part].unsqueeze(-1)).exp()
-            grad_HTK, out_HTK, q_HTK = (x[part].transpose(0, 1) for x in (grad, out, q))
-            share = grad_HTK @ self._heads(v[part], q).transpose(1, 2)
-            dscores = weights * (share - (grad_HTK * out_HTK).sum(-1, keepdim=True))
+        for queries, keys, scores in self._scores(q, k, *lengths, False, **limits):
+            weights = (scores - lse[:, queries].unsqueeze(-1)).exp()
+            grad_HQK, out_HQK, q_HQK = (x[queries].transpose(0, 1) for x in (grad, out, q))
+            share = grad_HQK @ self._heads(v[keys], q).transpose(1, 2)
+            dscores = weights * (share - (grad_HQK * out_HQK).sum(-1, keepdim=True))
             dscores *= limits["scale"]
-            dq[part] = (dscores @ self._heads(k[part], q)).transpose(0, 1)
+            dq[queries] = (dscores @ self._heads(k[keys], q)).transpose(0, 1)
             for target, product in (
-                (dk, dscores.transpose(1, 2) @ q_HTK),
-                (dv, weights.transpose(1, 2) @ grad_HTK),
+                (dk, dscores.transpose(1, 2) @ q_HQK),
+                (dv, weights.transpose(1, 2) @ grad_HQK),
             ):
-                target[part] = product.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)
-        return dq, dk, dv
+                target[keys] = product.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
     def _heads(self, x: Tensor, q: Tensor) -> Tensor:
         return x.transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], dim=0)
@@ -63,10 +68,10 @@ class FlashReference:
         self,
         q: Tensor,
         k: Tensor,
-        offsets: Tensor,
+        query_offsets: Tensor,
         key_offsets: Tensor,
-        max_q: int,
-        max_k: int,
+        most_queries: int,
+        most_keys: int,
         dropout: float,
         is_causal: bool,
         debug: bool,
@@ -74,24 +79,47 @@ class FlashReference:
         scale: float,
         window_size_left: int,
         window_size_right: int,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        assert (dropout, debug, window_size_right) == (0.0, False, 0)
-        assert is_causal == (window_size_left == -1)
-        assert offsets.dtype == torch.int32
-        assert key_offsets is offsets
-        lengths = offsets.diff()
-        assert offsets[0] == 0
-        assert offsets[-1] == len(q) == len(k)
-        assert 0 < lengths.min() <= lengths.max() <= max_q == max_k
-        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            part = slice(start, end)
-            scores = q[part].transpose(0, 1) @ self._heads(k[part], q).transpose(1, 2) * scale
-            positions = torch.arange(end - start)
-            distance = positions.unsqueeze(1) - positions
-            is_hidden = distance < 0
-            if window_size_left >= 0:
-                is_hidden |= distance > window_size_left
-            yield part, scores.masked_fill(is_hidden, -torch.inf)
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        assert (dropout, debug) == (0.0, False)
+        assert is_causal == (window_size_left == -1 and window_size_right == 0)
+        assert most_queries > 1  # for one the kernel has another path
+        for x, offsets, most in ((q, query_offsets, most_queries), (k, key_offsets, most_keys)):
+            assert offsets.dtype == torch.int32
+            assert offsets.is_contiguous()
+            assert offsets[0] == 0
+            assert offsets[-1] == len(x)
+            assert 0 <= offsets.diff().min() <= offsets.diff().max() <= most
+        assert len(query_offsets) == len(key_offsets)
+        # As in ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+        left, right = (
+            -1 if limit >= most_keys else limit for limit in (window_size_left, window_size_right)
+        )
+        if left < 0 <= right:
+            left = most_keys
+        elif right < 0 <= left:
+            right = most_keys
+        for parts in zip(
+            *(x.unfold(0, 2, 1).tolist() for x in (query_offsets, key_offsets)), strict=True
+        ):
+            queries, keys = (slice(*part) for part in parts)
+            q_HQK, k_HSK = q[queries].transpose(0, 1), self._heads(k[keys], q)
+            scores = q_HQK @ k_HSK.transpose(1, 2) * scale
+            num_queries, num_keys = scores.shape[1:]
+            last = torch.arange(num_queries).unsqueeze(1) + num_keys - num_queries
+            after = torch.arange(num_keys) - last
+            is_hidden = torch.zeros_like(after, dtype=torch.bool)
+            if left >= 0:
+                is_hidden |= after < -left
+            if right >= 0:
+                is_hidden |= after > right
+            assert not num_keys or not is_hidden.all(1).any(), (
+                "a query of a part sees none of its keys"
+            )
+            yield queries, keys, scores.masked_fill(is_hidden, -torch.inf)
+
+
+def _widen(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def use_flash_reference() -> FlashReference:

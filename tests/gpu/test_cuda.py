@@ -24,12 +24,14 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.flash_reference import FlashReference
 from tests.small import SMALL, before_each_step, small_job
 from weft.checkpoint import commit
 from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.shard_files import write_shards
 from weft.config.schema import OptimSection
 from weft.data.dataset import open_dataset
+from weft.models import varlen_attention
 from weft.models.attention import AttentionOptions, attend, document_mask
 from weft.models.decoder import SHARDING, Decoder
 from weft.models.families.llama import PRESETS
@@ -38,10 +40,10 @@ from weft.models.varlen_attention import PackedDocuments
 from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import build_adamw
 from weft.parallel import block_attention
-from weft.parallel.block_attention import list_blocks
+from weft.parallel.block_attention import DocumentBlocks
 from weft.parallel.float8 import apply_float8, prepare_compiler
 from weft.parallel.tensor_parallel import apply_tensor_parallel
-from weft.parallel.token_split import split_sequences
+from weft.parallel.token_split import shard_sequence, split_sequences, unshard_sequence
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train import loop
@@ -130,23 +132,59 @@ def test_attention_uses_a_flash_kernel() -> None:
     assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 8  # a quarter of the scores
 
 
-def attend_second_rank(documents: torch.Tensor | None, qkv: list[torch.Tensor]) -> Any:
-    """Return output and gradients of rank 1 of 2 from the blocks of all-gathered attention."""
+def attend_second_rank(
+    documents: torch.Tensor | None,
+    qkv: list[torch.Tensor],
+    ring: bool = False,
+    window: int = 0,
+    varlen: bool = False,
+) -> Any:
+    """Return output and gradients of rank 1 of 2 from the blocks of attention, on one device.
+
+    Keys and values are of full sequences; ``ring``: the blocks get the part of a rank.
+    """
     q, k, v, upstream = qkv
     boundaries = [[0, k.shape[1]]]
     if documents is not None:
         boundaries = block_attention.document_boundaries(documents)
     split = split_sequences(boundaries, 2, True)
-    (blocks,) = list_blocks(boundaries, 1, split, ring=False)
-    kv, out = torch.cat((k, v)), block_attention.empty_float32(q)
-    lse = out.new_empty(q.shape[0], q.shape[2], q.shape[1])
-    for block in blocks:
-        block_attention.accumulate_block(q, kv, block, out, lse, compiled=q.is_cuda)
-    sums = block_attention.empty_float32(q).zero_(), block_attention.empty_float32(kv).zero_()
-    for block in blocks:
-        saved = q, out.to(q.dtype), lse
-        block_attention.accumulate_block_grad(upstream, saved, kv, block, sums, compiled=q.is_cuda)
-    return out, *sums
+    device = q.device if varlen else None
+    blocks = DocumentBlocks(boundaries, 1, split, ring, device).select(
+        AttentionOptions(window=window)
+    )
+    kv = torch.cat((k, v))
+    parts = shard_sequence(kv, split) if ring else kv.unsqueeze(0)
+    rows, upstream = (x.flatten(0, 1).unsqueeze(0) if varlen else x for x in (q, upstream))
+    out = block_attention.empty_float32(rows)
+    lse = out.new_empty(rows.shape[0], rows.shape[2], rows.shape[1])
+    sources = [1, 0] if ring else [0]
+    for source in sources:
+        for block in blocks[source]:
+            block_attention.accumulate_block(
+                rows, parts[source], block, out, lse, compiled=q.is_cuda
+            )
+    sums, dkv = (
+        block_attention.empty_float32(rows).zero_(),
+        torch.zeros_like(parts, dtype=out.dtype),
+    )
+    for source in sources:
+        for block in blocks[source]:
+            saved, results = (rows, out.to(q.dtype), lse), (sums, dkv[source])
+            block_attention.accumulate_block_grad(
+                upstream, saved, parts[source], block, results, compiled=q.is_cuda
+            )
+    dkv = unshard_sequence(dkv, split) if ring else dkv[0]
+    return out.view(q.shape), sums.view(q.shape), dkv
+
+
+# A sequence and its rank's queries: one document begins before the rank's tokens.
+DOCUMENTS = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
+
+
+def rank_qkv(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return queries of a rank, keys and values of all, and the gradient of the rank's output."""
+    shapes = [(2, 512, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64), (2, 512, 8, 64)]
+    return [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -155,16 +193,32 @@ def test_blocks_of_context_parallelism_equal_float64_on_the_cpu(
     dtype: torch.dtype, limit: float, documents: bool
 ) -> None:
     """cuDNN or FlashAttention, in 32 bit the memory-efficient kernel, and compiled sums."""
-    ids = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
-    shapes = [(2, 512, 8, 64), (2, 1024, 2, 64), (2, 1024, 2, 64), (2, 512, 8, 64)]
-    qkv = [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
+    qkv = rank_qkv(dtype)
     with fastest_attention(DEVICE):
-        results = attend_second_rank(ids if documents else None, qkv)
+        results = attend_second_rank(DOCUMENTS if documents else None, qkv)
     exact = [x.double().cpu() for x in qkv]
     for local, other in zip(
-        results, attend_second_rank(ids if documents else None, exact), strict=True
+        results, attend_second_rank(DOCUMENTS if documents else None, exact), strict=True
     ):
         assert (local.double().cpu() - other).norm() < limit * other.norm()
+
+
+@pytest.mark.parametrize("window", [0, 100, 700])
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(
+    "documents", [DOCUMENTS, torch.arange(1024).expand(2, -1) // torch.tensor([[1], [100]])]
+)
+def test_varlen_blocks_of_context_parallelism_equal_float64_on_the_cpu(
+    documents: torch.Tensor, ring: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel for many lengths gets parts without keys and without queries."""
+    if not HAS_GPU:
+        monkeypatch.setattr(varlen_attention, "aten", FlashReference())
+    qkv = rank_qkv(torch.bfloat16)
+    results = attend_second_rank(documents, qkv, ring, window, varlen=True)
+    expected = attend_second_rank(documents, [x.double().cpu() for x in qkv], ring, window)
+    for local, other in zip(results, expected, strict=True):
+        assert (local.double().cpu() - other).norm() < 0.02 * other.norm()
 
 
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])

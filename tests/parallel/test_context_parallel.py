@@ -136,7 +136,7 @@ def test_split_documents_ranks_have_equal_tokens_and_cost() -> None:
 def test_split_documents_real_documents_ranks_have_equal_work() -> None:
     """The files of this repository, packed; blocks of attention as they are computed."""
     sequences = list(cp_balance.pack(cp_balance.document_lengths(), 8192))[:24]
-    (head_tail, _, ring, _), (mean, worst, ring_of_documents, _) = (
+    (head_tail, _, ring, *_), (mean, worst, ring_of_documents, *_) = (
         cp_balance.measure(sequences, 4, balance) for balance in BALANCES[1:]
     )
     assert head_tail > 1.3
@@ -277,63 +277,6 @@ class OperatorRecorder(TorchDispatchMode):
         sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.largest = max(self.largest, *sizes, 0)
         return result
-
-
-def test_private_attention_operators_have_expected_schemas() -> None:
-    """If this fails, PyTorch changed: compare what `block_attention` passes."""
-    name = "_scaled_dot_product_"
-    qkv = "Tensor query, Tensor key, Tensor value, "
-    seq = "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
-    expected = {
-        "cudnn_attention": (
-            f"({qkv}Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
-            "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
-            f"(Tensor output, Tensor logsumexp, {seq}Tensor philox_seed, Tensor philox_offset, "
-            "Tensor debug_attn_mask)"
-        ),
-        "cudnn_attention_backward": (
-            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, Tensor philox_seed, "
-            f"Tensor philox_offset, Tensor attn_bias, {seq}float dropout_p, bool is_causal, *, "
-            "float? scale=None) -> (Tensor, Tensor, Tensor)"
-        ),
-        "flash_attention_for_cpu": (
-            f"({qkv}float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
-            "float? scale=None) -> (Tensor output, Tensor logsumexp)"
-        ),
-        "flash_attention_for_cpu_backward": (
-            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, float dropout_p, "
-            "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
-            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-        ),
-        "flash_attention": (
-            f"({qkv}float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
-            f"float? scale=None) -> (Tensor output, Tensor logsumexp, {seq}"
-            "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
-        ),
-        "flash_attention_backward": (
-            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, {seq}float dropout_p, "
-            "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
-            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-        ),
-        "efficient_attention": (
-            f"({qkv}Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
-            "bool is_causal=False, *, float? scale=None) -> (Tensor output, "
-            "Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
-        ),
-        "efficient_attention_backward": (
-            f"(Tensor grad_out_, {qkv}Tensor attn_bias, Tensor out, Tensor logsumexp, "
-            "Tensor philox_seed, Tensor philox_offset, float dropout_p, "
-            "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> "
-            "(Tensor, Tensor, Tensor, Tensor)"
-        ),
-    }
-    for operator, schema in expected.items():
-        result = getattr(torch.ops.aten, name + operator).default._schema
-        assert str(result) == f"aten::{name}{operator}{schema}"
-    assert str(torch.ops.aten._fused_sdp_choice.default._schema) == (
-        f"aten::_fused_sdp_choice({qkv}Tensor? attn_mask=None, float dropout_p=0., "
-        "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> int"
-    )
 
 
 @pytest.mark.parametrize(

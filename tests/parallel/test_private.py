@@ -70,6 +70,93 @@ def test_detach_with_version_sees_later_changes_of_the_tensor() -> None:
     assert [tensor._version for tensor in mode.saved] == [versions[0] + 1, versions[1]]
 
 
+def test_private_attention_operators_have_expected_schemas() -> None:
+    """If this fails, PyTorch changed: compare what `block_attention` passes."""
+    name = "_scaled_dot_product_"
+    qkv = "Tensor query, Tensor key, Tensor value, "
+    seq = "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+    expected = {
+        "cudnn_attention": (
+            f"({qkv}Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+            "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
+            f"(Tensor output, Tensor logsumexp, {seq}Tensor philox_seed, Tensor philox_offset, "
+            "Tensor debug_attn_mask)"
+        ),
+        "cudnn_attention_backward": (
+            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, Tensor philox_seed, "
+            f"Tensor philox_offset, Tensor attn_bias, {seq}float dropout_p, bool is_causal, *, "
+            "float? scale=None) -> (Tensor, Tensor, Tensor)"
+        ),
+        "flash_attention_for_cpu": (
+            f"({qkv}float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
+            "float? scale=None) -> (Tensor output, Tensor logsumexp)"
+        ),
+        "flash_attention_for_cpu_backward": (
+            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, float dropout_p, "
+            "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+        "flash_attention": (
+            f"({qkv}float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+            f"float? scale=None) -> (Tensor output, Tensor logsumexp, {seq}"
+            "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+        ),
+        "flash_attention_backward": (
+            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, {seq}float dropout_p, "
+            "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
+            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+        "efficient_attention": (
+            f"({qkv}Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+            "bool is_causal=False, *, float? scale=None) -> (Tensor output, "
+            "Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
+        ),
+        "efficient_attention_backward": (
+            f"(Tensor grad_out_, {qkv}Tensor attn_bias, Tensor out, Tensor logsumexp, "
+            "Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+            "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> "
+            "(Tensor, Tensor, Tensor, Tensor)"
+        ),
+    }
+    for operator, schema in expected.items():
+        result = getattr(torch.ops.aten, name + operator).default._schema
+        assert str(result) == f"aten::{name}{operator}{schema}"
+    assert str(torch.ops.aten._fused_sdp_choice.default._schema) == (
+        f"aten::_fused_sdp_choice({qkv}Tensor? attn_mask=None, float dropout_p=0., "
+        "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> int"
+    )
+
+
+def test_private_varlen_operators_have_expected_schemas() -> None:
+    """If this fails, PyTorch changed: compare what `weft.models.varlen_attention` passes."""
+    lengths = ["Tensor cum_seq_q", "Tensor cum_seq_k", "SymInt max_q", "SymInt max_k"]
+    qkv = ["Tensor query", "Tensor key", "Tensor value"]
+    options = ["float dropout_p", "bool is_causal"]
+    limits = [
+        *("float? scale=None", "SymInt? window_size_left=None"),
+        "SymInt? window_size_right=None",
+    ]
+    optional = [length.replace("Tensor ", "Tensor? ") for length in lengths]
+    saved = ["Tensor out", "Tensor logsumexp"]
+    forward = [*qkv, *optional, *options, "bool return_debug_mask", "*", *limits]
+    random_state = ["Tensor rng_state", "Tensor unused"]
+    backward = ["Tensor grad_out", *qkv, *saved, *lengths, *options, *random_state, "*", *limits]
+    results = {
+        "forward": "Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, "
+        "Tensor debug_attn_mask",
+        "backward": "Tensor, Tensor, Tensor",
+    }
+    for direction, expected in (("forward", forward), ("backward", backward)):
+        name = f"_flash_attention_{direction}"
+        schema = str(getattr(torch.ops.aten, name).default._schema)
+        arguments, result = schema.removeprefix(f"aten::{name}(")[:-1].split(") -> (")
+        assert result == results[direction]
+        listed = arguments.split(", ")
+        assert listed[: len(expected)] == expected
+        # Later versions may add more, which weft does not pass.
+        assert all("? " in each and each.endswith("=None") for each in listed[len(expected) :])
+
+
 def test_traceable_collectives_have_expected_arguments() -> None:
     arguments = {
         name: [a.name for a in getattr(c10d_functional, name).default._schema.arguments]

@@ -9,11 +9,12 @@ The kernel is that of ``torch.nn.attention.varlen``: FlashAttention 2, or the ve
 reasons.  Its longest length is an argument on the host, so torch.compile would compile a block
 again for each new length; here the lengths are tensors, and graphs have the same shapes in every
 step.  And its backward pass could not include sinks.  Backward takes the output and log-sum-exp
-with the sinks, as in `weft.parallel.block_attention`.
+with the sinks, as in `weft.parallel.block_attention`, which calls the kernel under context
+parallelism.
 
 The operators follow the schemas and C++ sources of PyTorch.  They were never run on a GPU.
 
-Shapes in names as in `weft.models.attention`, and N = B T tokens, M = N + 1.
+Shapes in names as in `weft.models.attention`, N = B T tokens, M = N + 1, and S keys.
 """
 
 from __future__ import annotations
@@ -128,12 +129,113 @@ def find_offsets(
     total = len(boundaries) * num_tokens
     offsets = np.full(total + 1, total, np.int32)
     offsets[: len(starts)] = starts
-    # Not with from_numpy, whose tensors are never fake.
-    offsets_M = torch.tensor(offsets)
-    if device.type != "cpu":  # the copy overlaps with the work of the device
-        offsets_M = offsets_M.pin_memory().to(device, non_blocking=True)
     longest = max(2, int(np.diff(offsets).max()))
-    return DocumentOffsets(offsets_M, torch.tensor([len(starts), longest]))
+    return DocumentOffsets(_to_device(offsets, device), torch.tensor([len(starts), longest]))
+
+
+def _to_device(numbers: Any, device: torch.device) -> Tensor:
+    x = torch.tensor(numbers)  # not with from_numpy, whose tensors are never fake
+    # The copy overlaps with the work of the device.
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+# --------------------------------------------------------------------------- the kernel
+
+
+class Lengths(NamedTuple):
+    """Parts of queries and keys; queries of part i attend to keys of part i.
+
+    Attributes:
+        query_offsets: int32 on the device.  The first query of each part, then their number.
+        key_offsets: the same of keys.
+        most_queries: of a part; at least 2, because for one query the kernel has another path.
+        most_keys: of a part.
+    """
+
+    query_offsets: Tensor
+    key_offsets: Tensor
+    most_queries: int
+    most_keys: int
+
+
+def find_lengths(sizes: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> list[Lengths]:
+    """Return the lengths of several calls of the kernel, with one copy to the device.
+
+    Args:
+        sizes: the numbers of queries and of keys of each part of each call.
+        device: of the queries.
+    """
+    tables = [np.array(parts, np.int32).T for parts in sizes]  # [2, parts]
+    offsets = [np.pad(np.cumsum(table, 1, np.int32), ((0, 0), (1, 0))) for table in tables]
+    joined = _to_device(np.concatenate([table.ravel() for table in offsets]), device)
+    rows = torch.split(joined, [table.shape[1] for table in offsets for _ in range(2)])
+    return [
+        Lengths(queries, keys, max(2, int(table[0].max())), int(table[1].max()))
+        for queries, keys, table in zip(rows[::2], rows[1::2], tables, strict=True)
+    ]
+
+
+class Limits(NamedTuple):
+    """The keys that a query attends to.
+
+    In a part with Q queries and S keys, the *last key* of query i is key ``i + S - Q``.
+
+    Attributes:
+        scale: factor of the scores.
+        causal: True: a query attends to no key after its last key.
+        before: it attends to so many keys before its last key; -1: to all.
+    """
+
+    scale: float
+    causal: bool
+    before: int
+
+    def arguments(self) -> tuple[bool, dict[str, Any]]:
+        """Return the arguments of PyTorch's operators."""
+        is_causal, right = self.causal and self.before < 0, 0 if self.causal else -1
+        keywords = {"window_size_left": self.before, "window_size_right": right}
+        return is_causal, {"scale": self.scale} | keywords
+
+
+def attend_parts(
+    q_NHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, lengths: Lengths, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[N, H, K]`` and the log-sum-exp ``[H, N]``, float32.
+
+    The output of a query without keys is 0, and its log-sum-exp infinite.
+    """
+    is_causal, keywords = limits.arguments()
+    out_NHK, lse_HN, *_ = aten._flash_attention_forward(
+        # The output has the strides of the queries.
+        *(q_NHK.contiguous(), k_SGK, v_SGK, *lengths, 0.0, is_causal, False),
+        **keywords,
+    )
+    return out_NHK, lse_HN
+
+
+def attend_parts_backward(
+    grad_NHK: Tensor,
+    q_NHK: Tensor,
+    k_SGK: Tensor,
+    v_SGK: Tensor,
+    out_NHK: Tensor,
+    lse_HN: Tensor,
+    lengths: Lengths,
+    limits: Limits,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.
+
+    They are 0 for the queries of a part without keys, and for its keys without queries.
+    """
+    is_causal, keywords = limits.arguments()
+    # The operator reads the state of the random generator only with dropout.
+    state, unused = q_NHK.new_empty(2, dtype=torch.uint64), q_NHK.new_empty(0)
+    dq_NHK, dk_SGK, dv_SGK = aten._flash_attention_backward(
+        grad_NHK.contiguous(),
+        *(q_NHK, k_SGK, v_SGK, out_NHK, lse_HN, *lengths, 0.0, is_causal, state, unused),
+        **keywords,
+    )
+    return dq_NHK.contiguous(), dk_SGK.contiguous(), dv_SGK.contiguous()
 
 
 # --------------------------------------------------------------------------- operators
@@ -151,11 +253,8 @@ def varlen_attention(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[N, H, K]`` and the log-sum-exp ``[H, N]``, float32."""
-    q_NHK = q_NHK.contiguous()  # the output has the strides of the queries
     lengths, limits = _lengths(offsets_M, sizes_2), _limits(scale, window)
-    out_NHK, lse_HN, *_ = aten._flash_attention_forward(
-        q_NHK, k_NGK, v_NGK, *lengths, 0.0, window == 0, False, **limits
-    )
+    out_NHK, lse_HN = attend_parts(q_NHK, k_NGK, v_NGK, lengths, limits)
     if sinks_H is None:
         return out_NHK, lse_HN
     return add_sinks(out_NHK, lse_HN, sinks_H)
@@ -176,26 +275,19 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     lengths, limits = _lengths(offsets_M, sizes_2), _limits(scale, window)
-    # The operator reads the state of the random generator only with dropout.
-    state, unused = q_NHK.new_empty(2, dtype=torch.uint64), q_NHK.new_empty(0)
-    dq_NHK, dk_NGK, dv_NGK = aten._flash_attention_backward(
-        grad_NHK.contiguous(),
-        *(q_NHK, k_NGK, v_NGK, out_NHK, lse_HN, *lengths, 0.0, window == 0, state, unused),
-        **limits,
-    )
-    return dq_NHK.contiguous(), dk_NGK.contiguous(), dv_NGK.contiguous()
+    tensors = grad_NHK, q_NHK, k_NGK, v_NGK, out_NHK, lse_HN
+    return attend_parts_backward(*tensors, lengths, limits)
 
 
-def _lengths(offsets_M: Tensor, sizes_2: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return the offsets and largest lengths of queries and keys, which are the same."""
+def _lengths(offsets_M: Tensor, sizes_2: Tensor) -> Lengths:
+    """Return the documents, whose queries and keys are the same tokens."""
     num_documents, longest = sizes_2.tolist()
     offsets = offsets_M[: num_documents + 1]
-    return offsets, offsets, longest, longest
+    return Lengths(offsets, offsets, longest, longest)
 
 
-def _limits(scale: float, window: int) -> dict[str, Any]:
-    # The kernel counts the tokens before a query.
-    return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
+def _limits(scale: float, window: int) -> Limits:
+    return Limits(scale, causal=True, before=window - 1)
 
 
 def add_sinks(out_NHK: Tensor, lse_HN: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:

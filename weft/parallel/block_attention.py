@@ -15,9 +15,15 @@ sliding window.
 
 *Documents.*  A document is contiguous, so its queries in one chunk and its keys in an earlier chunk
 are also a block without a mask, and inside one chunk it is causal.  The list follows from the
-document ids, which are on the host: no rank waits for a device or for another rank.  Each document
-needs a kernel.  *Ulysses* needs one for all, and is the better method for short documents.  Layers
-with attention in chunks see each chunk as a document.
+document ids, which are on the host: no rank waits for a device or for another rank.  Layers with
+attention in chunks see each chunk as a document.  Without a kernel for many lengths each document
+needs a kernel.
+
+*Many lengths.*  Where the rule of `weft.models.varlen_attention` allows it, its kernel computes all
+documents of a ring step or of the gathered sequence in one call: a `VarlenBlock`.  The kernel takes
+tokens in a row, so parts without keys or without queries are between the documents.  There is a
+second call where a document has several ranges of queries whose keys overlap.  Windows need no
+scores in memory.
 
 *Windows.*  Queries are split into tiles.  Some keys before a tile are visible to all its queries,
 without a mask; a tile's own keys too, if it is not longer than the window.  The other blocks, and
@@ -52,7 +58,6 @@ head h reads head ``h // (H / G)``), K head dim.  E = 2 B: keys, then values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import accumulate, chain, cycle, groupby, pairwise, product
 from typing import Any, NamedTuple
 
@@ -64,6 +69,13 @@ from torch.nn.attention import SDPBackend
 
 from weft.models.attention import DEFAULT_OPTIONS, AttentionOptions
 from weft.models.layers import is_fake
+from weft.models.varlen_attention import (
+    Lengths,
+    Limits,
+    attend_parts,
+    attend_parts_backward,
+    find_lengths,
+)
 from weft.parallel.compile import run_compiled
 from weft.parallel.token_split import Split, TokenRanges
 
@@ -97,8 +109,37 @@ class AttentionBlock(NamedTuple):
         return self.sequence != slice(None)
 
 
-# One list per source.  The first block of each query is causal, and no other block is.
+class VarlenBlock(NamedTuple):
+    """Many pairs of queries and keys, which one kernel takes.
+
+    Attributes:
+        queries: slice of this rank's tokens of all sequences, in a row.
+        keys: slice of the source's tokens of all sequences, in a row.
+        lengths: of the pairs, and of the tokens between them, which attend to nothing.
+        causal: see `weft.models.varlen_attention.Limits`.
+        before: see there.
+        starts: no query has an earlier block.
+        has_gaps: some queries have no keys in the block.
+    """
+
+    queries: slice
+    keys: slice
+    lengths: Lengths
+    causal: bool
+    before: int
+    starts: bool
+    has_gaps: bool
+
+
+# One list per source, of blocks of one kind.  The first `AttentionBlock` of each query is causal,
+# and no other is.
 BlocksBySource = list[list[AttentionBlock]]
+VarlenBlocksBySource = list[list[VarlenBlock]]
+
+
+def has_varlen_blocks(blocks: BlocksBySource | VarlenBlocksBySource) -> bool:
+    """Return True if the blocks are a `VarlenBlock` each."""
+    return isinstance(next(chain.from_iterable(blocks)), VarlenBlock)
 
 
 class DocumentBlocks:
@@ -112,19 +153,37 @@ class DocumentBlocks:
         rank: index of the rank, from 0.
         split: tokens of each rank.
         ring: see `list_blocks`.
+        varlen: device for whose kernel for many lengths blocks are listed; None: no such blocks.
     """
 
-    def __init__(self, boundaries: list[list[int]], rank: int, split: Split, ring: bool) -> None:
+    def __init__(
+        self,
+        boundaries: list[list[int]],
+        rank: int,
+        split: Split,
+        ring: bool,
+        varlen: torch.device | None = None,
+    ) -> None:
         self.split = split
-        self._list = partial(list_blocks, boundaries, rank, split, ring)
-        self._lists: dict[Any, BlocksBySource] = {}
+        self._boundaries, self._rank, self._ring, self._varlen = boundaries, rank, ring, varlen
+        self._lists: dict[Any, BlocksBySource | VarlenBlocksBySource] = {}
 
-    def select(self, options: AttentionOptions) -> BlocksBySource:
+    def select(self, options: AttentionOptions) -> BlocksBySource | VarlenBlocksBySource:
         """Return the blocks of layers with these options; the first call lists them."""
         limits = options.window, options.chunk, options.softcap > 0
         if limits not in self._lists:
             self._lists[limits] = self._list(*limits)
         return self._lists[limits]
+
+    def _list(
+        self, window: int, chunk: int, softcap: bool
+    ) -> BlocksBySource | VarlenBlocksBySource:
+        documents, window = apply_limits(self._boundaries, window, chunk)
+        place = self._rank, self.split, self._ring
+        # One document in each sequence has the kernels of fixed shapes, unless it has a window.
+        if self._varlen is not None and (window or any(len(starts) > 2 for starts in documents)):
+            return list_varlen_blocks(documents, *place, window, self._varlen)
+        return list_blocks(self._boundaries, *place, window, chunk, softcap)
 
 
 MAX_TILE = 512  # queries of a block whose scores are in memory
@@ -151,15 +210,10 @@ def list_blocks(
         softcap: all scores are in memory, so blocks have at most `MAX_TILE` queries.
     """
     num_tokens = boundaries[0][-1]
-    window, chunk = (limit if limit < num_tokens else 0 for limit in (window, chunk))
     sequences = [slice(i, i + 1) for i in range(len(boundaries))]
     if all(len(starts) == 2 for starts in boundaries):  # one document in each sequence
         boundaries, sequences = boundaries[:1], [slice(None)]
-    if chunk:
-        boundaries = [
-            [*chain.from_iterable(range(b, e, chunk) for b, e in pairwise(starts)), num_tokens]
-            for starts in boundaries
-        ]
+    boundaries, window = apply_limits(boundaries, window, chunk)
     # Larger blocks would need larger tiles.
     pair = _pair_indices if ring and not (window or softcap) else _pair
     blocks: BlocksBySource = [[] for _ in range(len(split[0]) if ring else 1)]
@@ -178,6 +232,27 @@ def list_blocks(
     for of_source in blocks:
         of_source.sort(key=lambda block: not block.causal)
     return blocks
+
+
+def apply_limits(
+    boundaries: list[list[int]], window: int, chunk: int
+) -> tuple[list[list[int]], int]:
+    """Return boundaries with a document for each chunk, and a window or 0.
+
+    A window that hides no keys becomes 0.
+
+    Args:
+        boundaries: see `list_blocks`.
+        window: see there.
+        chunk: see there.
+    """
+    num_tokens = boundaries[0][-1]
+    if 0 < chunk < num_tokens:
+        boundaries = [
+            [*chain.from_iterable(range(b, e, chunk) for b, e in pairwise(starts)), num_tokens]
+            for starts in boundaries
+        ]
+    return boundaries, window if window < num_tokens else 0
 
 
 class _Piece(NamedTuple):
@@ -257,6 +332,144 @@ def _shift(positions: slice, offset: int) -> slice:
     return slice(positions.start + offset, positions.stop + offset)
 
 
+# --------------------------------------------------------------------------- blocks of many lengths
+
+
+class _Part(NamedTuple):
+    """Queries and keys of a document, with the limits of a `VarlenBlock`."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    before: int
+
+
+def list_varlen_blocks(
+    boundaries: list[list[int]],
+    rank: int,
+    split: Split,
+    ring: bool,
+    window: int,
+    device: torch.device,
+) -> VarlenBlocksBySource:
+    """Return a rank's blocks; the first one starts all its queries.
+
+    Args:
+        boundaries: where each document of each sequence begins, then T; a chunk is a document.
+        rank: index of the rank.
+        split: tokens of each rank.
+        ring: see `list_blocks`.
+        window: see there.
+        device: of the queries.
+    """
+    num_tokens, num_ranks = boundaries[0][-1], len(split[0])
+    num_local = num_tokens // num_ranks
+    num_keys = num_local if ring else num_tokens  # of a source
+    pair = _pair_in_ring if ring else _pair_all
+    parts: list[list[_Part]] = [[] for _ in range(num_ranks if ring else 1)]
+    for index, (starts, ranks) in enumerate(zip(boundaries, cycle(split), strict=False)):
+        for document in pairwise(starts):
+            own = _pieces_of(document, ranks[rank])
+            sources = ranks if ring else [[(0, num_tokens)]]
+            for of_source, ranges in zip(parts, sources, strict=True):
+                theirs = _pieces_of(document, ranges)
+                for part in pair(own, theirs, window):
+                    queries = _shift(part.queries, index * num_local)
+                    keys = _shift(part.keys, index * num_keys)
+                    of_source.append(part._replace(queries=queries, keys=keys))
+    groups = [_group_parts(of_source) for of_source in parts]
+    return _build_blocks(groups, rank if ring else 0, num_local * len(boundaries), device)
+
+
+def _pair_all(own: list[_Piece], theirs: list[_Piece], window: int) -> Iterator[_Part]:
+    """Yield pieces of queries with all their keys; the last are the same tokens."""
+    for queries in own:
+        start = max(theirs[0].start, queries.start - window + 1) if window else theirs[0].start
+        keys = _shift(slice(start, queries.stop), theirs[0].offset)
+        yield _Part(_indices(queries), keys, True, window - 1)
+
+
+def _pair_in_ring(own: list[_Piece], theirs: list[_Piece], window: int) -> Iterator[_Part]:
+    """Yield queries with the same tokens or earlier ones of a source."""
+    for queries, keys, causal in _pair(own, theirs) if window else _pair_indices(own, theirs):
+        if causal or not window:
+            yield _Part(_indices(queries), _indices(keys), causal, window - 1 if causal else -1)
+        else:
+            yield from _pair_with_window(queries, keys, window)
+
+
+def _pair_with_window(queries: _Piece, keys: _Piece, window: int) -> Iterator[_Part]:
+    """Yield queries with keys before them, as far as a window reaches."""
+    keys = keys._replace(start=max(keys.start, queries.start - window + 1))
+    queries = queries._replace(stop=min(queries.stop, keys.stop + window - 1))
+    # With a limit before the last key, the kernel also has one after it: as many as there are keys.
+    # The last key of the first queries is too far before the keys if there are more queries.  These
+    # queries see all keys, so they are a part without a window.
+    if queries.stop - queries.start > keys.stop - keys.start:
+        edge = min(keys.start + window, queries.stop)
+        if queries.start < edge and keys.start < keys.stop:
+            yield _Part(_indices(queries._replace(stop=edge)), _indices(keys), False, -1)
+        queries = queries._replace(start=edge)
+    if queries.start < queries.stop and keys.start < keys.stop:
+        before = keys.stop - queries.stop + window - 1
+        yield _Part(_indices(queries), _indices(keys), False, before)
+
+
+def _indices(piece: _Piece) -> slice:
+    return slice(piece.start + piece.offset, piece.stop + piece.offset)
+
+
+def _group_parts(parts: list[_Part]) -> list[list[_Part]]:
+    """Group parts that have equal limits, and queries and keys in order."""
+    groups: list[list[_Part]] = []
+    for part in sorted(parts, key=lambda part: not part.causal):
+        for group in groups:
+            last = group[-1]
+            in_order = last.queries.stop <= part.queries.start and last.keys.stop <= part.keys.start
+            if in_order and last[2:] == part[2:]:
+                group.append(part)
+                break
+        else:
+            groups.append([part])
+    return groups
+
+
+def _build_blocks(
+    groups: list[list[list[_Part]]], first: int, num_queries: int, device: torch.device
+) -> VarlenBlocksBySource:
+    """Return a block of each group; the first of source ``first`` has all queries."""
+    listed, sizes = [], []
+    for source, of_source in enumerate(groups):
+        for i, group in enumerate(of_source):
+            starts = source == first and i == 0
+            queries = slice(group[0].queries.start, group[-1].queries.stop)
+            queries = slice(0, num_queries) if starts else queries
+            keys = slice(group[0].keys.start, group[-1].keys.stop)
+            listed.append((source, group[0], queries, keys, starts))
+            sizes.append(_list_sizes(group, queries, keys))
+    blocks: VarlenBlocksBySource = [[] for _ in groups]
+    all_lengths = find_lengths(sizes, device)
+    for (source, part, queries, keys, starts), numbers, lengths in zip(
+        listed, sizes, all_lengths, strict=True
+    ):
+        has_gaps = any(q > 0 and k == 0 for q, k in numbers)
+        blocks[source].append(
+            VarlenBlock(queries, keys, lengths, part.causal, part.before, starts, has_gaps)
+        )
+    return blocks
+
+
+def _list_sizes(group: list[_Part], queries: slice, keys: slice) -> list[tuple[int, int]]:
+    """Return the numbers of queries and keys of parts and of the gaps between."""
+    sizes, query, key = [], queries.start, keys.start
+    for part in group:
+        sizes += [(part.queries.start - query, 0), (0, part.keys.start - key)]
+        query, key = part.queries.stop, part.keys.stop
+        sizes.append((query - part.queries.start, key - part.keys.start))
+    sizes.append((queries.stop - query, 0))
+    return [each for each in sizes if any(each)]
+
+
 def document_boundaries(documents_BT: Tensor) -> list[list[int]]:
     """Return where each document of each sequence begins, then T."""
     num_tokens = documents_BT.shape[1]
@@ -274,13 +487,19 @@ def document_boundaries(documents_BT: Tensor) -> list[list[int]]:
 def accumulate_block(
     q_BLHK: Tensor,
     kv_ESGK: Tensor,
-    block: AttentionBlock,
+    block: AttentionBlock | VarlenBlock,
     out_BLHK: Tensor,
     lse_BHL: Tensor,
     compiled: bool,
     options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Merge a block into ``out_BLHK`` and ``lse_BHL``, which are float32 or wider."""
+    """Merge a block into ``out_BLHK`` and ``lse_BHL``, which are float32 or wider.
+
+    For a `VarlenBlock`, queries, output and log-sum-exp have one sequence, of all tokens in a row.
+    """
+    if isinstance(block, VarlenBlock):
+        _accumulate_varlen(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL, compiled, options)
+        return
     index = block.sequence, block.queries
     k_BSGK, v_BSGK = _keys_and_values(kv_ESGK, block)
     new_BQHK, new_BHQ = attend_block(q_BLHK[index], k_BSGK, v_BSGK, block, options)
@@ -291,6 +510,41 @@ def accumulate_block(
     else:
         sums = out_BQHK, lse_BHQ, new_BQHK, new_BHQ
         run_compiled(SUMS, compiled, merge_block, *sums, dynamic=block.has_new_shape)
+
+
+LOWEST = -1e30  # log-sum-exp of no keys: finite, so that no difference of two is NaN
+
+
+def _accumulate_varlen(
+    q_1NHK: Tensor,
+    kv_ESGK: Tensor,
+    block: VarlenBlock,
+    out_1NHK: Tensor,
+    lse_1HN: Tensor,
+    compiled: bool,
+    options: AttentionOptions,
+) -> None:
+    q_QHK, limits = q_1NHK[0, block.queries], _limits(block, q_1NHK, options)
+    k_SGK, v_SGK = _rows(kv_ESGK, block)
+    new_QHK, new_HQ = attend_parts(q_QHK, k_SGK, v_SGK, block.lengths, limits)
+    if block.has_gaps:
+        new_HQ = new_HQ.masked_fill(new_HQ.isinf(), LOWEST)
+    out_1QHK, lse_1HQ = out_1NHK[:, block.queries], lse_1HN[:, :, block.queries]
+    if block.starts:
+        out_1QHK.copy_(new_QHK)
+        lse_1HQ.copy_(new_HQ)
+    else:
+        sums = out_1QHK, lse_1HQ, new_QHK.unsqueeze(0), new_HQ.unsqueeze(0)
+        run_compiled(SUMS, compiled, merge_block, *sums, dynamic=True)
+
+
+def _rows(kv_ESGK: Tensor, block: VarlenBlock) -> Tensor:
+    """Return keys and values of a block, or their gradients: ``[2, keys, G, K]``."""
+    return torch.unflatten(kv_ESGK, 0, (2, -1)).flatten(1, 2)[:, block.keys]
+
+
+def _limits(block: VarlenBlock, q: Tensor, options: AttentionOptions) -> Limits:
+    return Limits(options.scale or q.shape[-1] ** -0.5, block.causal, block.before)
 
 
 def merge_block(out_BQHK: Tensor, lse_BHQ: Tensor, new_BQHK: Tensor, new_BHQ: Tensor) -> None:
@@ -308,7 +562,7 @@ def accumulate_block_grad(
     grad_BLHK: Tensor,
     saved: tuple[Tensor, Tensor, Tensor],
     kv_ESGK: Tensor,
-    block: AttentionBlock,
+    block: AttentionBlock | VarlenBlock,
     sums: tuple[Tensor, Tensor],
     compiled: bool,
     options: AttentionOptions = DEFAULT_OPTIONS,
@@ -325,6 +579,15 @@ def accumulate_block_grad(
         options: scale and softcap of the layer.
     """
     (q_BLHK, out_BLHK, lse_BHL), (dq_BLHK, dkv_ESGK) = saved, sums
+    if isinstance(block, VarlenBlock):
+        own, limits = block.queries, _limits(block, q_BLHK, options)
+        grad_QHK, q_QHK, out_QHK = (x[0, own] for x in (grad_BLHK, q_BLHK, out_BLHK))
+        k_SGK, v_SGK = _rows(kv_ESGK, block)
+        lse_HQ = lse_BHL[0, :, own].contiguous()
+        tensors = grad_QHK, q_QHK, k_SGK, v_SGK, out_QHK, lse_HQ
+        new = attend_parts_backward(*tensors, block.lengths, limits)
+        add_gradients(dq_BLHK[0, own], _rows(dkv_ESGK, block), *new)
+        return
     index = block.sequence, block.queries
     k_BSGK, v_BSGK = _keys_and_values(kv_ESGK, block)
     lse_BHQ = lse_BHL[block.sequence, :, block.queries]

@@ -43,15 +43,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.models.attention import DEFAULT_OPTIONS, Attend, AttentionOptions
-from weft.models.layers import run_function
+from weft.models.layers import is_fake, run_function
 from weft.models.varlen_attention import PackedDocuments
 from weft.parallel.block_attention import (
     BlocksBySource,
     DocumentBlocks,
+    VarlenBlocksBySource,
     accumulate_block,
     accumulate_block_grad,
     document_boundaries,
     empty_float32,
+    has_varlen_blocks,
     merge_block,
 )
 from weft.parallel.collectives import all_reduce, with_adjoint
@@ -169,7 +171,9 @@ def shard_documents(
         return PackedDocuments(ids_BT, document_boundaries(documents_BT), model.attention_chunk)
     boundaries = document_boundaries(documents_BT)
     split = split_sequences(boundaries, cp_size, load_balance, layer_limits(model))
-    return DocumentBlocks(boundaries, cp_rank, split, method == "ring")
+    # Fake ids are those of a plan, which counts the blocks of one document.
+    kernel = device if varlen and not is_fake(documents_BT) else None
+    return DocumentBlocks(boundaries, cp_rank, split, method == "ring", kernel)
 
 
 def split_of(documents: Any, num_tokens: int, size: int, load_balance: LoadBalance) -> Split:
@@ -283,7 +287,7 @@ class BlockwiseAttention(torch.autograd.Function):
         k_BLGK: Tensor,
         v_BLGK: Tensor,
         sinks_H: Tensor | None,
-        blocks: BlocksBySource,
+        blocks: BlocksBySource | VarlenBlocksBySource,
         exchange: RingExchange | AllGatherExchange,
         compiled: bool,
         options: AttentionOptions,
@@ -364,11 +368,12 @@ def attend_blockwise(
     compiled = (
         compiled and q_BLHK.device.type != "cpu"
     )  # on CPU, compilation costs more than it saves
-    qkv, extra = (
-        _pad_heads(q_BLHK, k_BLGK, v_BLGV),
-        (mask.select(options), exchange, compiled, options),
-    )
-    return _narrow(run_function(BlockwiseAttention, *qkv, sinks_H, *extra), value_dim)
+    q, k, v = _pad_heads(q_BLHK, k_BLGK, v_BLGV)
+    blocks = mask.select(options)
+    if has_varlen_blocks(blocks):  # all tokens in a row
+        q = q.flatten(0, 1).unsqueeze(0)
+    out = run_function(BlockwiseAttention, q, k, v, sinks_H, blocks, exchange, compiled, options)
+    return _narrow(out.view(*q_BLHK.shape[:3], -1), value_dim)
 
 
 def _pad_heads(*heads: Tensor) -> list[Tensor]:

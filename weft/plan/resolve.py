@@ -157,7 +157,7 @@ def resolve(
         degrees = fit_dp_shard(fit_errors, job, cost, degrees, compute_bytes, available)
     check_layout(errors, job, model, family, degrees, fixed_ranks)
     hardware = machine.device, machine.peer_access
-    varlen_documents = uses_varlen(job, model, degrees.cp, compute_dtype, machine.capability)
+    varlen_documents = uses_varlen(job, model, compute_dtype, machine.capability)
     uses_flex = uses_flex_attention(job, model, degrees.cp, varlen_documents)
     check_device(errors, job, *hardware, degrees, local_world_size, uses_flex)
     check_dispatch(errors, job, model, family, degrees)

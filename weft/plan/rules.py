@@ -259,13 +259,9 @@ def uses_flex_attention(job: Job, model: Any, cp: int, varlen_documents: bool) -
     )
 
 
-def uses_varlen(
-    job: Job, model: Any, cp: int, compute_dtype: str, capability: tuple[int, int]
-) -> bool:
+def uses_varlen(job: Job, model: Any, compute_dtype: str, capability: tuple[int, int]) -> bool:
     """Return True if `weft.models.varlen_attention` attends within documents."""
     if not (job.data.keeps_documents and isinstance(model, DecoderConfig)):
-        return False
-    if cp > 1 and job.parallel.cp_method != "ulysses":  # blocks
         return False
     records_logits = job.optim.qk_clip_threshold > 0 or job.monitor.attention_logits
     return not find_obstacles(AttentionNeeds(model, compute_dtype, capability, records_logits))
