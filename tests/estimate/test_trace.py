@@ -466,6 +466,18 @@ def test_traces_attention_between_compiled_parts_saves_its_inputs(
     assert num_bytes <= peaks[0] - peaks[1] < 1.5 * num_bytes
 
 
+def test_traces_documents_with_a_window_have_the_blocks_of_one_document() -> None:
+    """Pairs of answers keep their document ids in a trace, which is fake."""
+    layout = "cp2 cp_method=ring model.sliding_window=20 train.objective=dpo"
+    ranks, overrides = parse(f"{layout} data.format=preferences model.layer_pattern=LG")
+    machine = cluster_machine(parse_cluster(f"1x{ranks}xH100"))
+    plan = resolve(small_job(*BASE, *overrides), machine)
+    assert plan.varlen_documents
+    names = {e.call.name for e in trace_ranks(plan)[0].op_trace.events if e.call is not None}
+    assert not any(name.startswith("_flash_attention") for name in names)
+    assert "_scaled_dot_product_flash_attention_for_cpu" in names
+
+
 # --------------------------------------------------------------------------- repeated blocks
 
 TILES = "train.seq_len=8192 model.max_seq_len=8192 data.packing=documents model.layer_pattern=LG"
