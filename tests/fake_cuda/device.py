@@ -16,8 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from tests.fake_cuda.capture import StreamClock
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 CAPABILITY = (9, 0)  # of a Hopper GPU
@@ -60,7 +63,13 @@ def load_guard() -> None:
 
 
 class Stream:
-    """A stream on which nothing runs."""
+    """A stream on which nothing runs.
+
+    Attributes:
+        clock: receives the order of streams, if somebody counts it.
+    """
+
+    clock: ClassVar[StreamClock | None] = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         import torch
@@ -69,13 +78,17 @@ class Stream:
         self.device_type = 1  # CUDA, in c10/core/DeviceType.h; FSDP of torch 2.15 passes it on
 
     def wait_stream(self, stream: Any) -> None:
-        """Do nothing."""
+        """Note the order."""
+        self.wait_event(Event().record(stream))
 
-    wait_event = wait_stream
+    def wait_event(self, event: Any) -> None:
+        """Note the order."""
+        if Stream.clock is not None:
+            Stream.clock.wait(self, event.known)
 
     def record_event(self, event: Any = None) -> Event:
         """Return an event that has happened."""
-        return event or Event()
+        return (event or Event()).record(self)
 
     def __enter__(self) -> Stream:
         return self
@@ -88,14 +101,18 @@ class Event:
     """An event that has happened."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        pass
+        self.known: tuple[int, Counter[int]] = (0, Counter())
 
     def record(self, stream: Any = None) -> Event:
-        """Return this event."""
+        """Note what the stream knows; return this event."""
+        if (clock := Stream.clock) is not None:
+            self.known = clock.record(stream or clock.current[-1])
         return self
 
     def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
+        """Note the order."""
+        if (clock := Stream.clock) is not None:
+            clock.wait(stream or clock.current[-1], self.known)
 
     def query(self) -> bool:
         """Return True."""
@@ -119,13 +136,12 @@ def make_generator() -> Any:
 
 
 @contextmanager
-def fake_cuda(mode: Any, waits: Counter[str], caller: Callable[[], str]) -> Iterator[None]:
+def fake_cuda(mode: Any, count_wait: Callable[[], None]) -> Iterator[None]:
     """Replace what a step calls of ``torch.cuda``, and factories of CUDA tensors.
 
     Args:
         mode: the fake tensor mode, in which factories run if their device is "cuda".
-        waits: receives one count for each wait of the host, by the line that ``caller`` returns.
-        caller: returns the line of weft that runs.
+        count_wait: called for each wait of the host.
     """
     import torch
     import torch.distributed as dist
@@ -135,17 +151,24 @@ def fake_cuda(mode: Any, waits: Counter[str], caller: Callable[[], str]) -> Iter
     main, state = Stream(), torch.zeros(0)
 
     def wait(*args: Any) -> None:
-        waits[caller()] += 1
+        count_wait()
+
+    streams: list[Any] = [main] if Stream.clock is None else Stream.clock.current
+    streams[:] = [main]
 
     @contextmanager
     def use_stream(stream: Any) -> Iterator[None]:
-        yield
+        streams.append(stream or streams[-1])
+        try:
+            yield
+        finally:
+            streams.pop()
 
     cuda: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
         "stream": use_stream,
-        "current_stream": lambda *args: main,
+        "current_stream": lambda *args: streams[-1],
         "default_stream": lambda *args: main,
         "current_device": lambda: 0,
         "device_count": lambda: 1,

@@ -51,6 +51,7 @@ from torch.utils._pytree import tree_leaves
 import weft
 from tests.fake_cuda import device as fake_device
 from tests.fake_cuda.attention import Shapes, choose_backend
+from tests.fake_cuda.capture import CaptureCounter
 from tests.fake_cuda.device import fake_cuda
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
@@ -61,7 +62,7 @@ from weft.estimate.trace import empty_batches
 from weft.models import attention
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
-from weft.parallel import apply, block_attention, context_parallel
+from weft.parallel import apply, block_attention, context_parallel, cuda_graphs
 from weft.parallel import compile as compiling
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import find_device, parse_cluster
@@ -69,6 +70,7 @@ from weft.plan.plan import Plan
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 from weft.train import setup
+from weft.train import step as train_step
 from weft.train.setup import Rank, build
 from weft.train.step import batch_to
 
@@ -136,11 +138,14 @@ class Step:
     host_copies: Counter[str] = field(default_factory=Counter)  # by direction
     host_waits: Counter[str] = field(default_factory=Counter)  # by line of weft
     graphs: list[Graph] = field(default_factory=list)
+    capture: dict[str, Any] | None = None  # of CUDA graphs, in the steps before this one
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, with sorted keys."""
         result: dict[str, Any] = {}
         for name, value in vars(self).items():
+            if value is None:
+                continue
             if isinstance(value, Counter):
                 result[name] = {key: round(value[key]) for key in sorted(value)}
             else:
@@ -200,6 +205,7 @@ class StepCounter(TorchDispatchMode):
         self.exchanges: dict[int, int] = {}  # matmuls before the start, by storage
         self.reductions: list[Pending] = []  # of FSDP, for which nothing has waited yet
         self.marks: list[str] = []  # names of the profiler's running marks
+        self.capture = CaptureCounter(line_of_weft)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -217,7 +223,10 @@ class StepCounter(TorchDispatchMode):
                     return inner(*rest, **{k: v for k, v in kwargs.items() if k != "rng_state"})
             if func.name().startswith("flex_attention") and not self.is_compiling:
                 self.step.attention[func.name()] += 1
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if not self.is_compiling:
+                self.capture.count_operator(func.name(), (args, kwargs), out, True)
+            return out
         out = func(*args, **kwargs)
         if not self.is_compiling:
             self._count(func, args, kwargs, out)
@@ -231,6 +240,7 @@ class StepCounter(TorchDispatchMode):
         launches = launches_kernel(func, tensors)
         step.eager_kernels += launches and not self.depth
         step.optimizer_kernels += launches and self.in_optimizer
+        self.capture.count_operator(name, (args, kwargs), out, launches)
         self._count_overlap(name, args, out)
         if func.namespace in COLLECTIVE_NAMESPACES:
             if (kind := COLLECTIVES.get(name)) is not None:
@@ -257,7 +267,7 @@ class StepCounter(TorchDispatchMode):
         elif "attention" in name or name.startswith("flex"):
             step.attention[name] += 1
         elif name in HOST_READS:
-            step.host_waits[line_of_weft()] += 1
+            self.add_wait()
         elif name in ("_to_copy", "convert_element_type", "device_put"):
             target = kwargs.get("dtype", args[1] if len(args) > 1 else None)
             if str(target).removeprefix("torch.") in FLOAT8 and target != tensors[0].dtype:
@@ -265,8 +275,14 @@ class StepCounter(TorchDispatchMode):
             source, destination = tensors[0].device.type, tensors[-1].device.type
             if source != destination:
                 step.host_copies[f"{source} to {destination}"] += 1
+                self.capture.count_copy(f"{source} to {destination}")
                 if True not in (kwargs.get("non_blocking"), *args[2:]):
-                    step.host_waits[line_of_weft()] += 1
+                    self.add_wait()
+
+    def add_wait(self) -> None:
+        """Count a wait of the host."""
+        self.step.host_waits[line_of_weft()] += 1
+        self.capture.count_wait()
 
     def _count_overlap(self, name: str, args: tuple[Any, ...], out: Any) -> None:
         """Count collectives of FSDP that end before a matmul runs, and gathers that do not."""
@@ -492,16 +508,33 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
             "_compiled_flex_attention",
             lambda: graphs.compile_function(flex_attention, True),
         ),
+        (fake_device.Stream, "clock", counter.capture.clock),
+        (train_step, "CudaDevice", lambda: counter.capture),
+        (cuda_graphs, "WARMUP_STEPS", 1),
         (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
     ]
     with ExitStack() as stack:
-        stack.enter_context(fake_cuda(mode, counter.step.host_waits, line_of_weft))
         for owner, name, value in replacements:
             stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(fake_cuda(mode, counter.add_wait))
         stack.enter_context(fake_process_group(0, plan.world_size, keep_sent=True))
         built = build(plan, Rank(0, 0, plan.world_size, device))
         counter.axes = axis_by_group_name(built.mesh)
         yield built, mode
+
+
+def count_captures(built: Any, batches: Sequence[Any], counter: StepCounter) -> dict[str, Any]:
+    """Capture the graphs of a step and replay them once; return what was counted."""
+    counted, counter.step = counter.step, Step()
+    for _ in range(3):  # without graphs; capture; replay
+        with counter:
+            built.train_step.forward_backward([each.map(torch.clone) for each in batches])
+            counter.wait_for_reductions()
+        for part in built.model_parts:
+            part.zero_grad()
+    counter.step, capture = counted, counter.capture
+    numbers = {"captures": capture.num_captures, "replays": capture.num_replays}
+    return numbers | {"obstacles": dict(capture.obstacles)}
 
 
 def count_step(plan: Plan) -> Step:
@@ -520,6 +553,8 @@ def count_step(plan: Plan) -> Step:
             batch_to(batch, device)._replace(documents_BT=ids_BT)
             for batch, ids_BT in zip(empty_batches(plan), documents, strict=True)
         ]
+        if plan.cuda_graphs:
+            counter.step.capture = count_captures(built, batches, counter)
         with counter:
             loss = built.train_step.forward_backward(batches)
             counter.wait_for_reductions()

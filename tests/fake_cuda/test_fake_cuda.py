@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.fake_cuda import PAGE, RESULTS, gpu_recipes, page
 from tests import fake_cuda
+from tests.fake_cuda.capture import StreamClock
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 
@@ -224,6 +225,87 @@ def test_padded_exchange_of_experts_waits_in_no_layer(mode: str) -> None:
 def test_fault_exact_sizes_of_experts_are_found() -> None:
     with pytest.raises(RuntimeError, match="reads numbers of rows"):
         count(*PADDED, "parallel.ep_dispatch=alltoall", fault=READ_ROWS)
+
+
+GRAPHS = "compile.cuda_graphs=true"
+
+
+@pytest.mark.parametrize(
+    # Of two microbatches in two steps.  With FSDP each has a graph; the last recipe has only one.
+    ("recipe", "overrides", "captures", "replays"),
+    [
+        ("stories-30m", ("model.num_layers=2",), 1, 3),
+        pytest.param("stories-30m", ("data.packing=windows",), 1, 3, marks=pytest.mark.slow),
+        pytest.param("llama-124m", ("run.cluster=1x1xH100",), 1, 3, marks=pytest.mark.slow),
+        pytest.param("llama-124m", ("run.cluster=1x8xH100",), 2, 2, marks=pytest.mark.slow),
+        pytest.param(PADDED[0], PADDED[1:], 2, 2, marks=pytest.mark.slow),
+        pytest.param(
+            "paper/llama3-8b-8gpu-float8", ("model.num_layers=2",), 1, 1, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_microbatch_can_be_captured(
+    recipe: str, overrides: tuple[str, ...], captures: int, replays: int
+) -> None:
+    capture = count(recipe, *overrides, GRAPHS)["capture"]
+    assert capture == {"captures": captures, "replays": replays, "obstacles": {}}
+
+
+# Each of these would fail on a GPU, or compute with old values.
+OBSTACLES = """
+import torch
+from weft.train.step import TrainStep
+step, forward = TrainStep.forward_backward, TrainStep._forward
+calls = []
+def forward_backward(self, batches):
+    self.factor = torch.ones((), device='cuda')
+    return step(self, batches)
+def forward_(self, microbatch):
+    calls.append(None)
+    torch.cuda.synchronize()
+    loss = forward(self, microbatch) * self.factor
+    loss = loss + torch.ones(1).pin_memory().to('cuda', non_blocking=True).sum()
+    return loss + (loss.sin() if len(calls) % 2 else loss.cos())
+TrainStep.forward_backward, TrainStep._forward = forward_backward, forward_
+"""
+
+
+@pytest.mark.slow
+def test_fault_obstacles_to_a_capture_are_found() -> None:
+    capture = count("stories-30m", "model.num_layers=1", GRAPHS, fault=OBSTACLES)["capture"]
+    found = sorted(kind.partition(":")[0].partition(" (")[0] for kind in capture["obstacles"])
+    assert found == [
+        "another operator",
+        "another tensor from outside",
+        "copy from cpu to cuda",
+        "wait of the host",
+    ]
+
+
+def test_order_of_streams_in_a_capture_is_checked() -> None:
+    """What a capture may not do: wait for work outside of it, and leave work that nobody awaits."""
+    obstacles: list[str] = []
+    clock, main, side = StreamClock(obstacles.append), object(), object()
+    clock.current = [main]
+
+    def capture(waits: bool, joins: bool) -> list[str]:
+        obstacles.clear()
+        before = clock.record(side)
+        clock.begin()
+        if waits:
+            clock.wait(main, before)
+        clock.wait(side, clock.record(main))
+        clock.current.append(side)
+        clock.launch()
+        clock.current.pop()
+        if joins:
+            clock.wait(main, clock.record(side))
+        clock.end()
+        return list(obstacles)
+
+    assert capture(waits=False, joins=True) == []
+    assert capture(waits=True, joins=True) == ["wait for an event from before the capture"]
+    assert capture(waits=False, joins=False) == ["work on a stream that nothing waits for"]
 
 
 # Gives the thread of a backward pass the modes of the main thread, and checks who hands over: on a

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.flash_reference import FlashReference
-from tests.small import SMALL, before_each_step, small_job
+from tests.small import SMALL, before_each_step, losses, small_job
 from weft.checkpoint import commit
 from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.shard_files import write_shards
@@ -41,6 +41,7 @@ from weft.monitor.step_timer import enter_phase
 from weft.optim.optimizer import build_adamw
 from weft.parallel import block_attention
 from weft.parallel.block_attention import DocumentBlocks
+from weft.parallel.cuda_graphs import CudaDevice
 from weft.parallel.float8 import apply_float8, prepare_compiler
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.parallel.token_split import shard_sequence, split_sequences, unshard_sequence
@@ -409,6 +410,39 @@ def test_host_waits_once_per_recorded_step(
             monkeypatch.undo()
     counts = [after - before for before, after in pairwise(begun)]
     assert counts[5:16] == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]  # of steps 6 to 16
+
+
+@needs_gpu
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_graphs_replay_the_losses_of_ordinary_steps(
+    packing: str, compiled: str, tmp_path: Path, store_path: Path
+) -> None:
+    """With accumulation, a smaller last microbatch, an evaluation between replays, and a resume."""
+    keys = [
+        ("train.global_batch_size", "5"),
+        ("train.microbatch_size", "2"),
+        ("train.eval_interval", "4"),
+        ("monitor.log_interval", "1"),
+        ("checkpoint.interval", "5"),
+        ("data.packing", packing),
+        ("compile.enable", compiled),
+        ("optim.decay_fraction", "0"),  # the same learning rates for any number of steps
+    ]
+    graphs = ("compile.cuda_graphs", "true")
+    ordinary, replayed = ("run.dir", str(tmp_path / "a")), ("run.dir", str(tmp_path / "b"))
+    train_on_gpu(store_path, *keys, ordinary, ("train.steps", "10"))
+    train_on_gpu(store_path, *keys, replayed, ("train.steps", "5"), graphs)
+    train_on_gpu(store_path, *keys, replayed, ("train.steps", "10"), graphs)
+    # Documents have another kernel with graphs.
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-3)
+
+
+@needs_gpu
+def test_capture_that_waits_for_the_host_names_the_key() -> None:
+    x = torch.ones(1, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"Set compile\.cuda_graphs=false"):
+        CudaDevice().capture(lambda: x * x.item())
 
 
 @needs_gpu

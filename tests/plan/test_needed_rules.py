@@ -39,6 +39,7 @@ from weft.plan.resolve import resolve_nodes
 # The modules with rules about a job and its layout.
 MODULES = (
     "weft.models.decoder_rules",
+    "weft.plan.cuda_graph_rules",
     "weft.plan.degrees",
     "weft.plan.dispatch_rules",
     "weft.plan.optim_rules",
@@ -331,6 +332,7 @@ class NotRun(NamedTuple):
 
 
 COMPILED = "compile.enable=true"
+GRAPHS = "compile.cuda_graphs=true"
 NOT_RUN = [
     # weft.plan.degrees, weft.plan.resolve
     NotRun("monitor.prometheus", "is not HOST:PORT", "monitor.prometheus=9400", MEANING),
@@ -433,6 +435,22 @@ NOT_RUN = [
         f"tp8 async_tp=true {COMPILED} sequence_parallel=false model.num_heads=8",
         GPU,
         CUDA,
+    ),
+    # weft.plan.cuda_graph_rules
+    *(
+        NotRun("compile.cuda_graphs", f"does not support {rule}", f"{GRAPHS} {words}", GPU, CUDA)
+        for rule, words in (
+            ("parallel.pp", "pp8 model.num_layers=8"),
+            ("parallel.ep_dispatch", f"{MOE} dp_shard8 ep=2 ep_dispatch=alltoall"),
+            ("precision.compute_dtype", f"{MOE} dp_shard8 precision.compute_dtype=float32"),
+            ("parallel.cp_method", "dp_shard4 cp2 data.packing=documents"),
+            ("parallel.async_tp", f"tp8 async_tp=true {COMPILED} model.num_heads=8"),
+            ("parallel.symmetric_memory", "dp_shard8 symmetric_memory=true"),
+            ("parallel.cpu_offload", "dp_shard8 cpu_offload=true"),
+            ("activation_checkpoint.offload", "dp_shard8 activation_checkpoint.offload=true"),
+            ("debug.layer_stats_steps", "dp_shard8 debug.layer_stats_steps=1"),
+            ("debug.autograd_anomaly", "dp_shard8 debug.autograd_anomaly=true"),
+        )
     ),
     # weft.plan.rules: replica groups
     NotRun(

@@ -145,6 +145,7 @@ CASES = [
      "activation_checkpoint.mode=budget", 1),
     ("activation_checkpoint.offload_prefetch=2", "", 1, "activation_checkpoint.offload=true", 1),
     ("compile.cache_dir=x", "", 1, "compile.enable=true", 1),
+    ("compile.cuda_graphs=true", "", 1, "", ONE_H100),
     ("checkpoint.mtbf_hours=2", "", 1, "checkpoint.interval=auto", 1),
     ("checkpoint.local_interval=5", "", 1, "checkpoint.local_dir=/dev/shm", 1),
     ("resilience.max_anomalies=5", "", 1, "resilience.on_anomaly=skip", 1),

@@ -19,6 +19,7 @@ Technique = Literal[
     "FlexAttention",
     "blocks of attention",
     "compilation",
+    "CUDA graphs",
     "float8",
     "memory snapshots",
     "NCCL",
@@ -34,6 +35,7 @@ _DEVICES: dict[Technique, tuple[str, ...]] = {
     "FlexAttention": (GPU,),  # PyTorch has it on xpu, too: never tried
     "blocks of attention": ("cpu", GPU),  # operators with a log-sum-exp
     "compilation": ("cpu", GPU),  # with inductor; other devices bring other compilers
+    "CUDA graphs": (GPU,),
     "float8": ("cpu", GPU),  # a CPU emulates it
     "memory snapshots": (GPU,),
     "NCCL": (GPU,),  # its log, and the settings of EFA

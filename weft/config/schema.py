@@ -798,6 +798,11 @@ class CompileSection(Section):
         "directory of compiled code, reused by the next start; auto: in the temporary directory of "
         "each node",
     )
+    cuda_graphs: bool = key(
+        False,
+        "replay forward and backward of a microbatch from a CUDA graph: small models do not wait "
+        "for the host. Documents then need FlexAttention",
+    )
 
 
 class CheckpointSection(Section):

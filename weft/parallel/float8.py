@@ -184,13 +184,19 @@ class Float8AllGather:
                 set_all_gather_hooks(param, shard.pre_all_gather, shard.post_all_gather)
                 self._shards.setdefault(param.group, []).append(shard)
         self._indices: dict[dist.ProcessGroup, Tensor] = {}  # of this rank's matrices
+        self._scales: dict[dist.ProcessGroup, Tensor] = {}  # of all matrices
         for group, shards in self._shards.items():
             numbers: dict[Any, int] = {}
             for shard in shards:
                 indices = [numbers.setdefault(key, len(numbers)) for key in shard.keys]
                 shard.scales = slice(indices[0], indices[-1] + 1)
             own = [numbers[key] for shard in shards for key in shard.own_keys]
-            self._indices[group] = torch.tensor(own, device=shards[0].local.device)
+            device = shards[0].local.device
+            self._indices[group] = torch.tensor(own, device=device)
+            # In place in each step, because a CUDA graph reads them where they are.
+            self._scales[group] = torch.ones(len(numbers), device=device)
+            for shard in shards:
+                shard.scale = self._scales[group][shard.scales].view(shard.scale_shape)
 
     @torch.no_grad()
     def update_scales(self) -> None:
@@ -200,12 +206,11 @@ class Float8AllGather:
         for group, shards in self._shards.items():
             matrices = [matrix for shard in shards for matrix in shard.matrices]
             own = torch.stack(torch._foreach_norm(matrices, math.inf))
-            amax = own.new_zeros(max(shard.scales.stop for shard in shards))
+            amax = own.new_zeros(len(self._scales[group]))
             amax.scatter_reduce_(0, self._indices[group], own, "amax")
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
             scales = amax_to_scale(amax, shards[0].dtype, round_scales_to_power_of_2=True)
-            for shard in shards:
-                shard.scale = scales[shard.scales].view(shard.scale_shape)
+            self._scales[group].copy_(scales)
 
 
 def float8_layer(module: Any) -> Any:

@@ -34,10 +34,11 @@ class ComputeCopies:
         self.dtype, self.excluded, self.in_use = dtype, excluded, False
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         vars(model)["compute_copies"] = self
-        model.register_forward_pre_hook(self._use_copies, prepend=True)
+        model.register_forward_pre_hook(self.use, prepend=True)
 
     @torch.no_grad()
-    def _use_copies(self, model: nn.Module, args: Any) -> None:
+    def use(self, model: nn.Module, args: Any = ()) -> None:
+        """Update the copies, and replace the parameters by them, unless they are in use."""
         if self.in_use:
             return
         self.in_use = True
@@ -58,6 +59,12 @@ class ComputeCopies:
             hook: Any = partial(_add_gradient, param)
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return copy
+
+
+def use_copies(model: nn.Module) -> None:
+    """Replace the parameters by the copies of `ComputeCopies`, if there are any."""
+    if copies := vars(model).get("compute_copies"):
+        copies.use(model)
 
 
 def restore_parameters(model: nn.Module) -> None:

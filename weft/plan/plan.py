@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from weft.config.schema import Job
 from weft.models import Family, load_family
+from weft.plan.cuda_graph_rules import uses_cuda_graphs
 from weft.plan.placement import AXES, MESH_ORDERS, rank_groups, ranks_per_node
 
 
@@ -248,6 +249,11 @@ class Plan:
     def is_compiled(self) -> bool:
         """Return True if torch.compile compiles the blocks."""
         return self.job.compile.enable
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Return True if microbatches are replayed from CUDA graphs."""
+        return uses_cuda_graphs(self.job, self.device)
 
     @property
     def has_graph_breaks(self) -> bool:

@@ -353,6 +353,9 @@ EFFECT_RULES: dict[str, EffectRule] = {
         "the model is not compiled (compile.enable=false)",
         "Set compile.enable=true",
     ),
+    "compile.cuda_graphs": EffectRule(
+        lambda plan: plan.cuda_graphs, "the device is no GPU (run.device)", "Use a GPU"
+    ),
     "checkpoint.mtbf_hours": EffectRule(
         lambda plan: plan.job.checkpoint.interval == "auto",
         "the interval between checkpoints is fixed (checkpoint.interval)",

@@ -20,6 +20,7 @@ from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names, recipe_slug
 from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
+from weft.plan.cuda_graph_rules import check_cuda_graphs, uses_cuda_graphs
 from weft.plan.degrees import ParallelDims, divisors, resolve_degrees
 from weft.plan.devices import peak_flops
 from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
@@ -157,10 +158,14 @@ def resolve(
         degrees = fit_dp_shard(fit_errors, job, cost, degrees, compute_bytes, available)
     check_layout(errors, job, model, family, degrees, fixed_ranks)
     hardware = machine.device, machine.peer_access
-    varlen_documents = uses_varlen(job, model, compute_dtype, machine.capability)
+    # The kernel for documents of any length takes their number and the longest from the host.
+    varlen_documents = not uses_cuda_graphs(job, machine.device) and uses_varlen(
+        job, model, compute_dtype, machine.capability
+    )
     uses_flex = uses_flex_attention(job, model, degrees.cp, varlen_documents)
     check_device(errors, job, *hardware, degrees, local_world_size, uses_flex)
     check_dispatch(errors, job, model, family, degrees)
+    check_cuda_graphs(errors, job, family, machine.device, degrees, compute_dtype)
     check_world_size_invariant(errors, job)
     check_addresses(errors, job)
     float8 = job.precision.float8

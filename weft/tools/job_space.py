@@ -71,6 +71,7 @@ EXCLUDED = {
     "parallel.symmetric_memory": "needs GPUs that reach each other's memory",
     "precision.float8_small": "follows precision.float8, because all matrices are small here",
     "compile.cache_dir": "a directory",
+    "compile.cuda_graphs": "needs a GPU",
     "checkpoint.": "--resume-layout saves and loads a checkpoint",
     "resilience.": "affects failures only",
     **dict.fromkeys(("monitor.", "profile.", "debug."), "affects records only"),

@@ -161,6 +161,8 @@ def _shrink_keys(
     compiles = "compile.enable" in keep
     if plan.is_compiled and not compiles:
         notes.append("compile.enable: off; to compile, add --compile.enable true")
+    if plan.cuda_graphs:
+        notes.append("compile.cuda_graphs: off; it needs a GPU")
     return replace(
         job,
         run={"device": "cpu", "nproc_per_node": math.prod(sizes.values()), "cluster": "local"},
@@ -170,7 +172,7 @@ def _shrink_keys(
         parallel=parallel,
         pipeline=pipeline,
         precision=PrecisionSection(compute_dtype="float32").model_dump() | kept,
-        compile={} if compiles else {"enable": False},
+        compile={"cuda_graphs": False} | ({} if compiles else {"enable": False}),
     )
 
 

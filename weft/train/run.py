@@ -108,6 +108,7 @@ def open_run(
         consensus = RankConsensus(job.resilience.time_limit)
 
         built = _build(plan, rank)
+        stack.callback(built.train_step.close)
         params = [param for _, param in trainable_parameters(built.model_parts)]
         home = checkpoint_dir(job.checkpoint, run_dir)
         state = resume(home, job.checkpoint.local_dir, built.model_parts, built.optimizer, log)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.loader import IGNORE_INDEX, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.models.varlen_attention import PackedDocuments
@@ -31,12 +32,13 @@ from weft.monitor.faults import fault_point
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
 from weft.parallel.context_parallel import gather_values, shard_documents, split_of
+from weft.parallel.cuda_graphs import CudaDevice, MicrobatchGraphs
 from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.dispatchers import find_overflow
 from weft.parallel.float8 import Float8AllGather
 from weft.parallel.lora_rows import TokenRows, find_head_with_rows
 from weft.parallel.mesh import Mesh
-from weft.parallel.mixed_precision import restore_parameters
+from weft.parallel.mixed_precision import restore_parameters, use_copies
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import run_schedule, use_forward_only_order, wrap_pipeline_actions
 from weft.parallel.tied_parameters import TiedParameters
@@ -152,6 +154,10 @@ class TrainStep:
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
         self.overflow = find_overflow(model_parts, plan.ep, job.parallel, device)
         self.on_restart: list[Callable[[], object]] = []  # called if the buffers were too small
+        self._graphs: MicrobatchGraphs | None = None
+        if plan.cuda_graphs:
+            trained = [param for _, param in trainable_parameters(model_parts)]
+            self._graphs = MicrobatchGraphs(self._forward_backward, trained, CudaDevice())
 
     @property
     def _stages(self) -> list[int]:
@@ -245,15 +251,29 @@ class TrainStep:
     def _accumulate_gradients(
         self, microbatches: Sequence[Microbatch], check_stop: Callable[[], None] | None
     ) -> list[Tensor]:
-        losses = []
+        losses, last = [], len(microbatches) - 1
         interval = -(-len(microbatches) // MAX_STOP_CHECKS)
+        for part in self.model_parts:
+            use_copies(part)
+        if self._graphs is not None:
+            # FSDP gathers parameters in the first microbatch, and frees them in the last.
+            ends = [(i == 0, i == last) if self.plan.uses_fsdp else () for i in range(last + 1)]
+            is_exact = self.overflow is not None and self.overflow.is_exact
+            self._graphs.begin_step(microbatches, ends, can_replay=not is_exact)
         for index, microbatch in enumerate(microbatches):
-            is_last = index == len(microbatches) - 1
             for part in self.model_parts:
-                set_gradient_sync(part, is_last, self.plan.gradient_sync)
+                set_gradient_sync(part, index == last, self.plan.gradient_sync)
+            fault_point("microbatch")
+            must_check = check_stop is not None and index % interval == 0
+            if self._graphs is not None:
+                if check_stop is not None and must_check:
+                    check_stop()
+                with action(0, "FB", index):
+                    losses.append(self._graphs(index))
+                continue
             with action(0, "F", index):
                 loss = self._forward(microbatch)
-            if check_stop is not None and index % interval == 0:
+            if check_stop is not None and must_check:
                 check_stop()
             with action(0, "B", index):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -261,6 +281,16 @@ class TrainStep:
         for part in self.model_parts:
             restore_parameters(part)
         return losses
+
+    def _forward_backward(self, microbatch: Microbatch) -> Tensor:
+        """Add the gradients of a microbatch; return its loss."""
+        loss = self._forward(microbatch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def close(self) -> None:
+        """Free the graphs, which must not outlive the process groups."""
+        self._graphs = None
 
     def abandon(self) -> None:
         """Free the parameters that an abandoned pass has gathered; see `reshard`."""
@@ -297,6 +327,7 @@ class TrainStep:
                 with use_forward_only_order(self.schedule):
                     losses = self._run_schedule(microbatches)
             else:
+                fault_point("microbatch")
                 losses = [self._forward(microbatches[0])]
             loss_and_count[0] += self._local_loss(losses)
             if self.owns_loss:
@@ -355,7 +386,6 @@ class TrainStep:
         ]
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
-        fault_point("microbatch")
         (model,) = self.model_parts
         batch = microbatch.batch
         later = () if batch.later_BTK is None else (batch.later_BTK,)
