@@ -10,7 +10,7 @@ step replaces, or needs its Python: a value on the host, or a branch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,15 @@ EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 
 class RecordedGraph(TorchDispatchMode):
-    """The operators of a function; active while the function runs."""
+    """The operators of a function; active while the function runs.
 
-    num_replays = 0  # of all graphs
+    Attributes:
+        num_replays: of all graphs.
+        names: of the operators of all graphs.
+    """
+
+    num_replays = 0
+    names: ClassVar[set[str]] = set()
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +58,7 @@ class RecordedGraph(TorchDispatchMode):
         is_wait = name == "copy_" and storage_of(args[0]) in self.reduced
         if name not in EMPTY and func.namespace not in ("prim", "profiler") and not is_wait:
             self.calls.append((func, args, kwargs or {}, out))
+            self.names.add(name)
         return out
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.harness import run_ranks
@@ -64,7 +65,15 @@ def train_steps(
         record_graphs()
     keys = STEPS | overrides | {"run.dir": run_dir}
     train_rank([*keys.items(), *([GRAPHS] if has_graphs else [])], store)
+    # The parameters of one rank are copied once in a step, outside of the graphs.
+    assert dist.get_world_size() > 1 or "_foreach_copy_" not in RecordedGraph.names
     return RecordedGraph.num_replays, results
+
+
+def nan_in_step_4(times: int) -> dict[str, str]:
+    """Return the override that makes gradients NaN, so that the step is computed again."""
+    fault = f'{{site="gradients", kind="nan", passing=4, times={times}}}'
+    return {"resilience.faults": f"[{fault}]"}
 
 
 CASES: dict[str, tuple[int, dict[str, str]]] = {
@@ -115,7 +124,13 @@ SLOW_CASES: dict[str, tuple[int, dict[str, str]]] = {
     ),
     "experts": (1, EXPERTS | {"model.router_aux_loss_coef": "0.1"}),
     "experts in chunks": (2, PADDED | {"parallel.ep_chunks": "2"}),
-    "twice": (1, {"resilience.on_anomaly": "skip"}),
+    "float32, step 4 twice": (1, {"resilience.on_anomaly": "skip"} | nan_in_step_4(1)),
+    "fsdp, back to step 3": (
+        2,
+        TWO_RANKS
+        | {"resilience.on_anomaly": "rewind", "checkpoint.interval": "1"}
+        | nan_in_step_4(2),
+    ),
 }
 
 
@@ -141,7 +156,8 @@ def num_replays_of(ranks: int, overrides: dict[str, str]) -> int:
     """Return the replays of steps 3 to 5, of three microbatches, without those of captures."""
     # With FSDP the first, the last and the others differ; else a smaller one does.
     has_sizes = overrides.get("train.microbatch_size") != "1"
-    return 3 * 3 - (3 if ranks > 1 else 1 + has_sizes)
+    num_steps = {"skip": 4, "rewind": 5}.get(overrides.get("resilience.on_anomaly", ""), 3)
+    return 3 * num_steps - (3 if ranks > 1 else 1 + has_sizes)
 
 
 @pytest.mark.slow
