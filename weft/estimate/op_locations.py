@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from weft.estimate.op_recorder import OUTSIDE_BLOCKS, BlockIndex, OpLocation, OpRecorder
+from weft.estimate.op_recorder import OUTSIDE_BLOCKS, BlockIndex, Event, OpLocation, OpRecorder
 from weft.estimate.private_trace import local_tensor
 from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.private import is_in_backward, wrap_pipeline_actions
@@ -60,6 +60,31 @@ def track_locations(
             engine._forward = forward_with_location
             stack.callback(setattr, engine, "_forward", forward)
         yield
+
+
+def locate_received(events: Sequence[Event]) -> list[Event]:
+    """Move the allocation of each received message into the action that uses the message.
+
+    A recording, which runs one microbatch after the other, receives at the end of other actions
+    than the schedule of the run.
+    """
+    received: set[int] = set()
+    users: dict[int, OpLocation] = {}
+    for location, _, _, call in events:
+        storages = {s for s, _ in (*call.reads, *call.writes)} if call is not None else set()
+        if call is not None and call.name == "recv":
+            received |= storages
+        else:
+            for storage in storages & received:
+                users.setdefault(storage, OpLocation(*location[:3]))
+    located = []
+    for event in events:
+        user = users.get(event.storage)
+        is_allocation = event.bytes > 0 and not event.location.is_in_block
+        if user is not None and is_allocation and user[:3] != event.location[:3]:
+            event = event._replace(location=user)
+        located.append(event)
+    return located
 
 
 def group_index(index: int, num_blocks: int, group_size: int) -> int:

@@ -35,7 +35,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
-from weft.estimate.op_locations import register_host_copies, register_storages, track_locations
+from weft.estimate.op_locations import (
+    locate_received,
+    register_host_copies,
+    register_storages,
+    track_locations,
+)
 from weft.estimate.op_recorder import Event, OpCall, OpLocation, OpRecorder, OpTrace
 from weft.estimate.private_trace import fake_process_group, local_tensor
 from weft.estimate.small_plan import (
@@ -184,7 +189,7 @@ def record_step(
             built.optimizer.zero_grad()
     assert step_loss.shape == norm.shape == ()
     return OpTrace(
-        recorder.events,
+        locate_received(recorder.events),
         recorder.initial_bytes,
         storage_blocks,
         input_microbatches,
@@ -388,9 +393,9 @@ def record_rank(
 ) -> tuple[OpTrace, StepSize, dict[str, CommGroup]]:
     """Record the step of ``small_plan``; return it with its size and process groups."""
     rank = coordinates_to_rank({"pp": pp}, plan.axis_sizes, plan.axis_order)
-    # 1F1B waits for a message before it sends the next; the schedule recorded instead would hold
-    # all messages until the end.
-    keep_sent = plan.pipeline is None or plan.schedule_name != "1F1B"
+    # Other schedules free a message soon, but the recorded one is another: that of
+    # `use_sequential_schedule`.
+    keep_sent = plan.pipeline is None or plan.schedule_name == "GPipe"
     world = fake_world(rank, plan.world_size, keep_sent)
     flex = trace_gpu_attention(plan.device)
     casts = trace_mxfp8_casts(plan.float8 == "mxfp8" and not plan.float8_emulated)

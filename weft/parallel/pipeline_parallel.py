@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.parallel.private import wrap_backward
+from weft.plan.pipeline_schedule import planned_schedule
 from weft.plan.plan import Plan
 
 
@@ -89,6 +90,8 @@ def build_pipeline_schedule(
     for stage in stages:
         private_schedules.skip_self_p2p_init(stage)
         private_schedules.enable_recv_grad(stage)
+        private_schedules.free_received(stage)
+        private_schedules.free_loss_graph(stage)
         wrap_backward(stage, plan.splits_backward, plan.gradient_sync == "microbatch")
         # With world_size_invariant, the halves of several microbatches would be added first.
         if pipeline.splits_backward and not plan.splits_backward:
@@ -99,10 +102,13 @@ def build_pipeline_schedule(
     with keep(len(stages)) if keeps_unsharded else nullcontext():
         if pipeline.has_schedule_file:
             load = private_schedules.load_schedule
-            return load(pipeline.schedule, stages, plan.num_microbatches, **options)
+            schedule = load(pipeline.schedule, stages, plan.num_microbatches, **options)
+            private_schedules.free_sent(schedule, planned_schedule(plan))
+            return schedule
         schedule_class: Any = get_schedule_class(pipeline.schedule)
         single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
         schedule = schedule_class(stages[0] if single else stages, plan.num_microbatches, **options)
+    private_schedules.free_sent(schedule, planned_schedule(plan))
     if plan.overlaps_exchanges:
         private_schedules.overlap_passes(schedule, device)
     return schedule

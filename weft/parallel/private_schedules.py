@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from weft.models.moe import Experts
 from weft.parallel.expert_dispatch import during_exchange
 from weft.parallel.pass_overlap import run_in_turns
 from weft.parallel.private import patch_attribute
+from weft.plan.pipeline_schedule import Action, PipelineSchedule
 
 
 def load_schedule(path: str, stages: list[Any], num_microbatches: int, **options: Any) -> Any:
@@ -72,6 +77,181 @@ def enable_recv_grad(stage: Any) -> None:
             stage.has_backward = original
 
     stage._prepare_forward_infra = prepare_for_backward
+
+
+def free_received(stage: Any) -> None:
+    """Allocate a message when a stage receives it, and free it after its last use.
+
+    A stage of torch before 2.15 (#196463) allocates a buffer for each microbatch of a step, and
+    keeps all of them.  Here the buffers are meta tensors, except from the receipt of a message to
+    its use.  In a forward pass without a backward pass, a stage also forgets inputs and outputs.
+    """
+    from torch.distributed.pipelining import stage as torch_stage
+
+    if hasattr(torch_stage._RecvInfo, "take_buffer"):
+        return
+    names = (
+        "_prepare_forward_infra",
+        "_prepare_backward_infra",
+        "_get_recv_ops",
+        "_retrieve_recv_activations",
+        "_retrieve_recv_grads",
+        "forward_one_chunk",
+    )
+    prepare_forward, prepare_backward, get_ops, activations, grads, forward = (
+        getattr(stage, name) for name in names
+    )
+
+    def prepare(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        device, stage.device = stage.device, torch.device("meta")
+        try:
+            return original(*args, **options)
+        finally:
+            stage.device = device
+
+    def allocate(infos: tuple[Any, ...]) -> Any:
+        _move_buffers(infos, stage.device)
+        return get_ops(infos)
+
+    def take(original: Callable[..., Any], infos: dict[int, Any], microbatch: int) -> Any:
+        tensors = original(microbatch)
+        _move_buffers(infos[microbatch], torch.device("meta"))
+        return tensors
+
+    def run_forward(microbatch: int, *args: Any, **options: Any) -> Any:
+        output = forward(microbatch, *args, **options)
+        if not stage.has_backward:
+            ranks = stage.stage_index_to_group_rank
+            is_sent = ranks.get(stage.stage_index + 1, stage.group_rank) != stage.group_rank
+            outputs, _ = stage.fwd_cache[microbatch]
+            stage.fwd_cache[microbatch] = (outputs if is_sent else (), [])
+        return output
+
+    replacements = (
+        partial(prepare, prepare_forward),
+        partial(prepare, prepare_backward),
+        allocate,
+        partial(take, activations, stage.args_recv_info),
+        partial(take, grads, stage.grad_recv_info),
+        run_forward,
+    )
+    vars(stage).update(zip(names, replacements, strict=True))
+
+
+def _move_buffers(infos: tuple[Any, ...], device: torch.device) -> None:
+    """Replace buffers by uninitialized ones of another device, in place."""
+    for info in infos:
+        buffer: Tensor | None = getattr(info, "buffer", None)  # None: an input of the model
+        if buffer is not None and buffer.device.type != device.type:
+            shape, strides = buffer.shape, buffer.stride()
+            empty = torch.empty_strided(shape, strides, dtype=buffer.dtype, device=device)
+            info.buffer = empty.requires_grad_(buffer.requires_grad)
+
+
+def free_loss_graph(stage: Any) -> None:
+    """Detach the loss of each microbatch after its backward pass.
+
+    A schedule keeps the losses of a step, and with them the graph and the input of its last stage.
+    """
+    backward = stage.backward_one_chunk
+
+    def run(microbatch: int, loss: Tensor | None = None, **options: Any) -> None:
+        backward(microbatch, loss=loss, **options)
+        if loss is not None:
+            loss.detach_()
+
+    stage.backward_one_chunk = run
+
+
+def free_sent(schedule: Any, orders: PipelineSchedule) -> None:
+    """Let a schedule free what it sends as soon as the receiver must have it.
+
+    A schedule of torch before 2.15 keeps all messages of a step until its end.  Here it waits for
+    a message before a pass which needs an answer, so the wait takes no time: see `find_answered`.
+
+    Args:
+        schedule: a schedule of torch.distributed.pipelining.
+        orders: its actions on each rank.
+    """
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    private: Any = torch_schedules
+    if not isinstance(schedule, private._PipelineScheduleRuntime):
+        return  # waits itself
+    if hasattr(private, "_add_wait_send"):  # torch 2.15
+        return
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    answered = find_answered(orders, schedule.rank)
+    pending: dict[Action, list[Any]] = {}
+
+    def send(action: Any, context: Any) -> None:
+        stage, microbatch = stages[action.stage_index], action.microbatch_index
+        is_forward = action.computation_type is private.SEND_F
+        get_ops = stage.get_fwd_send_ops if is_forward else stage.get_bwd_send_ops
+        message = Action(action.stage_index, "F" if is_forward else "B", microbatch)
+        pending[message] = private._batch_p2p(get_ops(microbatch))
+        if is_forward and not stage.has_backward:
+            del stage.fwd_cache[microbatch]
+
+    def wait(messages: Iterable[Action]) -> None:
+        for message in messages:
+            private._wait_batch_p2p(pending.pop(message, []))
+
+    def run_pass(
+        index: int,
+        kind: Literal["F", "B"],
+        call: Callable[..., Any],
+        microbatch: int,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        wait(answered.get(Action(index, kind, microbatch), ()))
+        return call(microbatch, *args, **options)
+
+    def run_step(*args: Any, **options: Any) -> Any:
+        pending.clear()  # of a step that failed
+        result = original(*args, **options)
+        wait(list(pending))
+        return result
+
+    original, schedule._step_microbatches = schedule._step_microbatches, run_step
+    for computation in (private.SEND_F, private.SEND_B):
+        schedule._comp_type_to_function_map[computation] = send
+    for index, stage in stages.items():
+        stage.forward_one_chunk = partial(run_pass, index, "F", stage.forward_one_chunk)
+        stage.backward_one_chunk = partial(run_pass, index, "B", stage.backward_one_chunk)
+
+
+def find_answered(orders: PipelineSchedule, rank: int) -> dict[Action, list[Action]]:
+    """Return for the passes of a rank the sent messages that their inputs answer.
+
+    A message has arrived if its receiver has used it.  That is so when the receiver sends another
+    message which it computed later, for example the gradient of what it received.
+
+    Args:
+        orders: the actions of each rank of a pipeline.
+        rank: a rank of it.
+
+    Returns:
+        Messages, called like the passes that computed them, by the pass after which they need
+        not be kept.  Kinds are F and B: halves of a backward pass count as one.  Messages that
+        nothing answers are missing.
+    """
+    ranks = {action.stage: peer for peer, order in orders.items() for action in order}
+    answered: dict[Action, list[Action]] = defaultdict(list)
+    for peer, order in orders.items():
+        unanswered: list[Action] = []
+        for stage, kind, microbatch in order if peer != rank else ():
+            if kind == "W":
+                continue
+            direction: Literal["F", "B"] = "F" if kind == "F" else "B"
+            step = 1 if kind == "F" else -1
+            if ranks.get(stage - step) == rank:
+                unanswered.append(Action(stage - step, direction, microbatch))
+            if ranks.get(stage + step) == rank:
+                answered[Action(stage + step, direction, microbatch)] += unanswered
+                unanswered = []
+    return dict(answered)
 
 
 def join_backward(stage: Any, num_microbatches: int) -> None:
