@@ -33,7 +33,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from weft.estimate.analytic import DecoderFormulas
+from weft.estimate.analytic import RESERVED_RATIO, DecoderFormulas, peak_activations
 from weft.estimate.cost import Collective, Hardware, Matmul, Overlap, Precision, Work
 from weft.plan.devices import GIB, Device, load_clusters
 from weft.plan.pipeline_schedule import Action, stage_indices
@@ -152,7 +152,7 @@ class Layout:
     stage_layers: tuple[int, ...] = ()  # per stage; empty: evenly split
     offload_fraction: float = 0.0  # of the layers whose activations are in host memory
     scatter_p2p: bool = False  # each tensor-parallel rank sends a shard of the hidden states
-    recv_buffers: bool = True  # one per microbatch, as in torch.distributed.pipelining
+    recv_buffers: bool = True  # one per microbatch, as torch.distributed.pipelining had
     output_bytes: int = 0  # per logit that the last stage keeps until the end of the step
     # A collective's input is reusable only once the device has reached the collective.
     uses_record_stream: bool = False
@@ -286,14 +286,26 @@ class PublishedRun(DecoderFormulas):
         return self.saved_bytes_of_all() * (1 - self.layout.offload_fraction)
 
     def rank_memory(self, order: list[Action]) -> dict[str, float]:
-        is_reserved = self.layout.include_reserved
-        return super().rank_memory(order) if is_reserved else self.live_memory(order)
+        if not self.layout.include_reserved:
+            return self.live_memory(order)
+        memory = super().rank_memory(order)
+        if "allocator" in memory:  # buffers that stay cause no fragmentation
+            memory["allocator"] -= (RESERVED_RATIO - 1) * memory.get("buffers", 0.0)
+        return memory
 
     def live_memory(self, order: list[Action]) -> dict[str, float]:
         memory, layout = super().live_memory(order), self.layout
-        if not layout.recv_buffers:
-            memory.pop("buffers", None)
         local_stages, counts = stage_indices(order), self.layers_per_stage
+        if layout.pp > 1 and layout.recv_buffers:
+            # For inputs that autograd does not save anyway, and for gradients.  The first stage
+            # receives no input, the last no gradient.
+            num_stages = len(counts)
+            has_input = [float(s > 0) for s in range(num_stages)]
+            saved_anyway, _ = peak_activations(order, has_input, [0.0] * num_stages)
+            ends = (0 in local_stages) + (num_stages - 1 in local_stages)
+            received = self.num_microbatches * (2 * len(local_stages) - ends)
+            width = 2 * self.hidden / (layout.tp if self.sequence_parallel else 1)
+            memory["buffers"] = (received - saved_anyway) * self.tokens * width
         if layout.uses_record_stream and layout.tp > 1:
             # The host runs ahead by a stage's forward or by the launch queue.  Two unsharded
             # outputs of each layer, inputs of reduce-scatters, stay allocated meanwhile.

@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_state,
 )
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -395,6 +396,22 @@ def test_allow_integer_params_need_no_gradient() -> None:
 def test_pipeline_stage_infra_names_are_as_expected() -> None:
     """torch 2.11 allocates receive buffers in this method, which later versions have too."""
     assert parameters(PipelineStage._prepare_forward_infra)[:2] == ["self", "num_microbatches"]
+
+
+def test_pipeline_message_names_are_as_expected() -> None:
+    """What `free_received` and `free_sent` replace until torch 2.15 does the same."""
+    stage: Any = PipelineStage
+    if hasattr(torch_stage._RecvInfo, "take_buffer"):
+        assert hasattr(schedules, "_add_wait_send")
+        return
+    assert parameters(stage._prepare_backward_infra)[:2] == ["self", "num_microbatches"]
+    assert parameters(stage._get_recv_ops) == ["self", "recv_infos"]
+    for name in ("_retrieve_recv_activations", "_retrieve_recv_grads"):
+        assert len(parameters(getattr(stage, name))) == 2
+    assert "self.device" in inspect.getsource(stage._create_grad_recv_info)
+    source = inspect.getsource(schedules._PipelineScheduleRuntime._step_microbatches)
+    assert "if action.computation_type in self._comp_type_to_function_map" in source
+    assert "_batch_p2p(stage.get_fwd_send_ops(mb_index))" in source
 
 
 def test_schedule_names_are_as_expected() -> None:

@@ -464,7 +464,7 @@ class DecoderFormulas:
         memory = self.live_memory(order)
         if self.plan.device != "cpu":
             # Bytes that live from the start, or come and go together, cause no fragmentation.
-            growing = sum(memory.values()) - memory["gathered"] - memory.get("buffers", 0.0)
+            growing = sum(memory.values()) - memory["gathered"]
             memory["allocator"] = (RESERVED_RATIO - 1) * growing
         return memory
 
@@ -488,9 +488,7 @@ class DecoderFormulas:
                 4 * (n * self.layer_params + t) for n, t in zip(counts, tables, strict=True)
             ]
         per_layer = self.tokens * self.saved_bytes()
-        activations, gradients = _peak_activations(
-            order, [per_layer * n for n in counts], unreduced
-        )
+        activations, gradients = peak_activations(order, [per_layer * n for n in counts], unreduced)
         if self.zero >= 2 and self.num_microbatches == 1:
             state -= 4 * params / shards  # no gradients exist yet at the peak
         gathered = 0.0
@@ -499,14 +497,6 @@ class DecoderFormulas:
         elif self.zero == 3:  # this layer, the next one, gradients being reduced
             gathered = self.layer_params * (2 * 2 + 2 + self.gradient_bytes)
         memory = {"state": state, "gathered": gathered, "activations": activations}
-        if plan.pp > 1:
-            # Buffers for inputs that autograd does not save anyway, and for gradients.  The first
-            # stage receives no input, the last no gradient.
-            has_input = [float(s > 0) for s in range(num_stages)]
-            saved_anyway, _ = _peak_activations(order, has_input, [0.0] * num_stages)
-            received = self.num_microbatches * (2 * len(local_stages) - first - last)
-            width = 2 * self.hidden / (plan.tp if self.sequence_parallel else 1)
-            memory["buffers"] = (received - saved_anyway) * self.tokens * width
         memory["temporaries"] = self.tokens * self._temporary_bytes(last)
         return memory
 
@@ -551,7 +541,7 @@ def _scale(work: Work, fraction: float) -> Work:
     )
 
 
-def _peak_activations(
+def peak_activations(
     order: list[Action], saved: Sequence[float], unreduced: Sequence[float]
 ) -> tuple[float, float]:
     """Return activations and gradients at the peak of their sum.

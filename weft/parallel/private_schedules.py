@@ -166,8 +166,9 @@ def free_loss_graph(stage: Any) -> None:
 def free_sent(schedule: Any, orders: PipelineSchedule) -> None:
     """Let a schedule free what it sends as soon as the receiver must have it.
 
-    A schedule of torch before 2.15 keeps all messages of a step until its end.  Here it waits for
-    a message before a pass which needs an answer, so the wait takes no time: see `find_answered`.
+    A schedule of torch before 2.15 keeps all messages of a step until its end; later ones do so
+    with gradients (#194121).  Here it waits for a message before a pass which needs an answer, so
+    the wait takes no time: see `find_answered`.
 
     Args:
         schedule: a schedule of torch.distributed.pipelining.
