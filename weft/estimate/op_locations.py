@@ -63,7 +63,7 @@ def track_locations(
 
 
 def locate_received(events: Sequence[Event]) -> list[Event]:
-    """Move the allocation of each received message into the action that uses the message.
+    """Move the allocation of each received message to the action that uses it.
 
     A recording, which runs one microbatch after the other, receives at the end of other actions
     than the schedule of the run.
