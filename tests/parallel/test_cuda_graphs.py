@@ -215,12 +215,14 @@ class Sums:
 
 def test_graphs_replay_with_new_inputs_and_add_to_one_gradient() -> None:
     sums = Sums()
+    sums.graphs.log = (messages := list[str]()).append
     for step in range(1, WARMUP_STEPS + 3):
         assert sums.step(step, 10) == [9 * step, 90]
         assert sums.param.grad is not None
         assert sums.param.grad.tolist() == [2 * step + 20] * 3
     assert sums.num_calls == 2 * WARMUP_STEPS + 1
     assert sums.unused.grad is None  # so the optimizer leaves it alone
+    assert [text.partition(" in ")[0] for text in messages] == ["captured CUDA graph 1"]
 
 
 def test_graphs_add_to_a_gradient_that_is_there() -> None:
@@ -243,8 +245,10 @@ def test_step_of_another_shape_runs_without_graphs() -> None:
     for _ in range(WARMUP_STEPS + 1):
         sums.step(1, 2)
     calls = sums.num_calls
+    sums.graphs.log = (messages := list[str]()).append
     assert sums.step(1, size=4) == [10]
     assert sums.step(1) == [9]  # one microbatch, not two
+    assert messages == [f"warning: {cuda_graphs.OTHER_SHAPES}"]
     assert sums.num_calls == calls + 2
     assert sums.step(1, 2) == [9, 18]
     assert sums.num_calls == calls + 2

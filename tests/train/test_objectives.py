@@ -25,6 +25,7 @@ from tests.flash_reference import use_flash_reference
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.monitor.test_signals import train_with_a_signal
+from tests.recorded_graphs import RecordedGraph, record_graphs
 from tests.small import (
     Overrides,
     expect_same,
@@ -52,12 +53,14 @@ from weft.data.loader import (
 )
 from weft.data.prepare import prepare_data
 from weft.monitor.run_reader import read_event_log
+from weft.parallel.cuda_graphs import WARMUP_STEPS
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.job_checks import check_names
 from weft.train.loss import Objective, SequenceLosses, count_targets, dpo
 from weft.train.reference_logprobs import log_probs
 from weft.train.setup import build
+from weft.train.step import TrainStep
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),
@@ -395,6 +398,37 @@ def one_process(texts: dict[str, str]) -> Callable[[str], dict[str, Any]]:
         return dict(result)
 
     return train
+
+
+def replayed_gradients(overrides: Overrides, text: str) -> dict[str, Any]:
+    """Return `gradients` of a step that is replayed from graphs."""
+    record_graphs()
+    forward_backward = TrainStep.forward_backward
+
+    def repeat(step: TrainStep, *args: Any) -> torch.Tensor:
+        for _ in range(WARMUP_STEPS + 2):
+            for part in step.model_parts:
+                part.zero_grad()
+            loss = forward_backward(step, *args)
+        return loss
+
+    TrainStep.forward_backward = repeat  # type: ignore[method-assign]
+    result = gradients([*overrides, ("compile.cuda_graphs", "true")], text)
+    return result | {"replays": RecordedGraph.num_replays}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective_gradients_replayed_from_graphs_are_the_same(
+    name: str, texts: dict[str, str], one_process: Callable[[str], dict[str, Any]]
+) -> None:
+    args = objective_keys(name), texts[format_of(name)]
+    [result] = run_ranks(replayed_gradients, 1, *args, timeout=180)
+    assert result["replays"] == 4 + 3  # of four microbatches of one shape
+    expected = one_process(name)
+    assert (result["loss"], result["metrics"]) == (expected["loss"], expected["metrics"])
+    for param, grad in expected["grads"].items():
+        assert torch.equal(result["grads"][param], grad), param
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -22,6 +22,7 @@ evaluations, run without graphs.  `weft.plan.rules` refuses what waits for the h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -83,8 +84,8 @@ class CudaDevice:
                 result = function()
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            message = f"{CAPTURE_FAILED}: {error}"
+        except RuntimeError as error:  # the end of the capture fails, too
+            message = f"{CAPTURE_FAILED}: {error.__context__ or error}"
             raise RuntimeError(message) from error
         return graph, result
 
@@ -92,6 +93,10 @@ class CudaDevice:
 CAPTURE_FAILED = (
     "compile.cuda_graphs=true: forward and backward of a microbatch could not be captured. Set "
     "compile.cuda_graphs=false"
+)
+OTHER_SHAPES = (
+    "compile.cuda_graphs=true has no effect in this step and others like it: its microbatches have "
+    "other shapes than those of the first step. Set compile.cuda_graphs=false"
 )
 
 
@@ -117,11 +122,16 @@ class MicrobatchGraphs:
             gradients to ``params``.
         params: the trained parameters.
         device: captures the graphs.
+
+    Attributes:
+        log: receives messages about captures.
     """
 
     def __init__(
         self, run: Callable[[Any], Tensor], params: Iterable[nn.Parameter], device: GraphDevice
     ) -> None:
+        self.log: Callable[[str], None] = lambda text: None
+        self._has_warned = False
         self._run, self._params, self._device = run, list(params), device
         self._step_key: Hashable = None  # of the steps that have graphs
         self._num_steps = 0  # with this key
@@ -150,6 +160,9 @@ class MicrobatchGraphs:
             self._step_key = tuple(keys)
         has_key = can_replay and self._step_key == tuple(keys)
         self._num_steps += has_key
+        if can_replay and not has_key and not self._has_warned:
+            self._has_warned = True
+            self.log(f"warning: {OTHER_SHAPES}")
         self._microbatches, self._keys = microbatches, keys
         self._uses_graphs = has_key and self._num_steps > WARMUP_STEPS
         if self._uses_graphs:
@@ -186,10 +199,13 @@ class MicrobatchGraphs:
             torch._foreach_zero_(empty)
 
     def _capture(self, inputs: Any) -> _Captured:
+        began = time.monotonic()
         leaves, structure = tree_flatten(inputs)
         static = {id(leaf): leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)}
         static_inputs = tree_unflatten([static.get(id(leaf), leaf) for leaf in leaves], structure)
         graph, loss = self._device.capture(lambda: self._run(static_inputs))
+        seconds = time.monotonic() - began
+        self.log(f"captured CUDA graph {len(self._graphs) + 1} in {seconds:.1f} s")
         return _Captured(graph, list_tensors(static_inputs), loss)
 
 

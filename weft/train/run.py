@@ -109,6 +109,8 @@ def open_run(
 
         built = _build(plan, rank)
         stack.callback(built.train_step.close)
+        if built.train_step.graphs is not None:
+            built.train_step.graphs.log = log
         params = [param for _, param in trainable_parameters(built.model_parts)]
         home = checkpoint_dir(job.checkpoint, run_dir)
         state = resume(home, job.checkpoint.local_dir, built.model_parts, built.optimizer, log)

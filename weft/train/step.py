@@ -95,6 +95,7 @@ class TrainStep:
             cross-entropy on this rank.  None, except while prompts are continued.
         balance: the biases of the experts.
         overflow: None: the buffers of experts have room for all tokens.
+        graphs: CUDA graphs of microbatches; None: there are none.
     """
 
     def __init__(
@@ -154,10 +155,10 @@ class TrainStep:
         self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
         self.overflow = find_overflow(model_parts, plan.ep, job.parallel, device)
         self.on_restart: list[Callable[[], object]] = []  # called if the buffers were too small
-        self._graphs: MicrobatchGraphs | None = None
+        self.graphs: MicrobatchGraphs | None = None
         if plan.cuda_graphs:
             trained = [param for _, param in trainable_parameters(model_parts)]
-            self._graphs = MicrobatchGraphs(self._forward_backward, trained, CudaDevice())
+            self.graphs = MicrobatchGraphs(self._forward_backward, trained, CudaDevice())
 
     @property
     def _stages(self) -> list[int]:
@@ -255,21 +256,21 @@ class TrainStep:
         interval = -(-len(microbatches) // MAX_STOP_CHECKS)
         for part in self.model_parts:
             use_copies(part)
-        if self._graphs is not None:
+        if self.graphs is not None:
             # FSDP gathers parameters in the first microbatch, and frees them in the last.
             ends = [(i == 0, i == last) if self.plan.uses_fsdp else () for i in range(last + 1)]
             is_exact = self.overflow is not None and self.overflow.is_exact
-            self._graphs.begin_step(microbatches, ends, can_replay=not is_exact)
+            self.graphs.begin_step(microbatches, ends, can_replay=not is_exact)
         for index, microbatch in enumerate(microbatches):
             for part in self.model_parts:
                 set_gradient_sync(part, index == last, self.plan.gradient_sync)
             fault_point("microbatch")
             must_check = check_stop is not None and index % interval == 0
-            if self._graphs is not None:
+            if self.graphs is not None:
                 if check_stop is not None and must_check:
                     check_stop()
                 with action(0, "FB", index):
-                    losses.append(self._graphs(index))
+                    losses.append(self.graphs(index))
                 continue
             with action(0, "F", index):
                 loss = self._forward(microbatch)
@@ -290,7 +291,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Free the graphs, which must not outlive the process groups."""
-        self._graphs = None
+        self.graphs = None
 
     def abandon(self) -> None:
         """Free the parameters that an abandoned pass has gathered; see `reshard`."""
