@@ -404,7 +404,6 @@ def run_command(
     Returns:
         The exit status; 0 if it had done enough; None if it was killed at the limit.
     """
-    path = [str(CLONE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # has the texts
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -412,7 +411,7 @@ def run_command(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=cwd,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            env=os.environ | clone_environment(),
             start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
@@ -427,6 +426,12 @@ def run_command(
         return process.returncode
     finally:
         end_group(process)
+
+
+def clone_environment() -> dict[str, str]:
+    """Return the variable with which other processes find weft and the texts in this clone."""
+    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys((str(CLONE), *others)))}
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -459,6 +464,7 @@ def main(schedule: Schedule = GPU_CHECK, description: str = __doc__ or "") -> in
     options = vars(parser.parse_args())
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ |= clone_environment()  # for the checks of weft doctor
     try:
         keys = [(key, value) for key, value in options.items() if value is not None]
         job, _, errors = read_job("demo", keys)

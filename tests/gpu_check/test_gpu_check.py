@@ -29,6 +29,7 @@ import pytest
 from benchmarks.gpu_check import (
     GPUCheck,
     judge,
+    main,
     parse_plan,
     run_command,
     run_stages,
@@ -866,6 +867,23 @@ def run_check(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
+
+
+def test_gpu_check_lets_all_processes_find_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the benchmark of `weft doctor`, in a clone that is not installed."""
+    found: list[str] = []
+
+    def check(*_: object) -> int:
+        found.append(os.environ["PYTHONPATH"])
+        return 0
+
+    monkeypatch.setattr("benchmarks.gpu_check.run_gpu_check", check)
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
+    for before, after in (("", f"{CLONE}"), (f"/other:{CLONE}", f"{CLONE}:/other")):
+        monkeypatch.setenv("PYTHONPATH", before)
+        assert main() == 0
+        assert found.pop() == after
 
 
 @pytest.mark.system
