@@ -5,7 +5,8 @@ and so does each replay, because nothing else could run fake tensors.  Obstacles
 
 - a wait of the host, and a copy between host and device: not allowed, or done once only;
 - other operators, shapes or dtypes in a replay than in the capture: Python decided anew;
-- a tensor from outside that the capture did not read: the graph would read the old memory;
+- a tensor from outside that the capture did not read: the graph would read the old memory.  A
+  tensor that another graph makes is no such tensor: a replay makes it in the same memory;
 - a wait for an event from before the capture, and work on a stream that nothing waits for: not
   allowed.
 
@@ -46,6 +47,7 @@ class CaptureCounter:
     def __init__(self, line_of_weft: Callable[[], str]) -> None:
         self.obstacles: Counter[str] = Counter()
         self.num_captures = self.num_replays = 0
+        self.made: set[int] = set()  # storages that all runs allocated
         self.region: Region | None = None
         self.clock = StreamClock(self._add)
         self._line = line_of_weft
@@ -74,7 +76,12 @@ class CaptureCounter:
         if first is not None:
             change = f"{captured.operators[first]} becomes {region.operators[first]}"
             self._add(f"another operator ({change})", region.lines[first])
-        for storage in region.outside.keys() - captured.outside.keys():
+        others = region.outside.keys() - captured.outside.keys()
+        before = captured.outside.keys() - region.outside.keys()
+        from_graphs = len(before & self.made), len(others & self.made)
+        if from_graphs[0] != from_graphs[1]:
+            self._add(f"{from_graphs[1]} tensors of other graphs, not {from_graphs[0]}")
+        for storage in others - self.made:
             self._add("another tensor from outside", region.outside[storage])
         captured.held += region.held
 
@@ -84,6 +91,7 @@ class CaptureCounter:
         try:
             return function(), region
         finally:
+            self.made |= region.own
             self.region = None
             self.clock.end()
 

@@ -228,6 +228,11 @@ def test_fault_exact_sizes_of_experts_are_found() -> None:
 
 
 GRAPHS = "compile.cuda_graphs=true"
+REPLICAS = (
+    *("parallel.dp_replicate=2", "parallel.gradient_sync=microbatch"),
+    "parallel.reshard_after_forward=always",
+)
+TP_AND_CP = ("parallel.tp=2", "parallel.cp=2", "train.microbatch_size=1")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +243,14 @@ GRAPHS = "compile.cuda_graphs=true"
         pytest.param("stories-30m", ("data.packing=windows",), 1, 3, marks=pytest.mark.slow),
         pytest.param("llama-124m", ("run.cluster=1x1xH100",), 1, 3, marks=pytest.mark.slow),
         pytest.param("llama-124m", ("run.cluster=1x8xH100",), 2, 2, marks=pytest.mark.slow),
+        pytest.param(
+            *("llama-124m", ("run.cluster=1x8xH100", "model.num_layers=2", *REPLICAS), 2, 2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("paper/llama3-8b-8gpu-compile", ("model.num_layers=2", *TP_AND_CP), 2, 2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(PADDED[0], PADDED[1:], 2, 2, marks=pytest.mark.slow),
         pytest.param(
             "paper/llama3-8b-8gpu-float8", ("model.num_layers=2",), 1, 1, marks=pytest.mark.slow
