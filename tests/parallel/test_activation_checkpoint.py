@@ -252,9 +252,14 @@ class CountMatmuls(TorchDispatchMode):
 
 
 def test_budget_of_a_call_with_more_operators_saves_the_same_products() -> None:
+    """The first call is without gradients, as in an evaluation of the start or KTO's estimate."""
     block = Rows()
     section = ActivationCheckpointSection(mode="budget", memory_budget=0.6)
+    x_BD = torch.rand(32, 64)
+    expected = block(x_BD, 3)
     apply_activation_checkpoint([block], section, compiled=False)
+    with torch.no_grad():
+        assert block(x_BD, 3).equal(expected)
     for repeats, rows in [(0, 32), (3, 32), (3, 48), (0, 5)]:
         x_BD = torch.rand(rows, 64, requires_grad=True)
         out = block(x_BD, repeats)

@@ -119,6 +119,8 @@ def apply_activation_checkpoint(
             return checkpoint(original, self, *args, **options)
         if traced := self.memory_budget.trace_first_call(original, self, args):
             return traced[0]
+        if self.memory_budget.saved is None:  # the first call has no gradients: nothing is saved
+            return original(self, *args)
         contexts = self.memory_budget.make_contexts
         return checkpoint(original, self, *args, context_fn=contexts, **options)
 
