@@ -26,7 +26,13 @@ CLONE = Path(__file__).resolve().parent.parent
 BUILD = CLONE / "build" / "versions"
 
 # Each release of PyTorch once, and each Python once.  docs/supported-versions.md has the results.
-MATRIX = (("2.11.0", "3.12"), ("2.13.0", "3.11"), ("2.14.1", "3.13"), ("2.15.0", "3.13"))
+MATRIX = (
+    ("2.11.0", "3.12"),
+    ("2.12.1", "3.12"),
+    ("2.13.0", "3.11"),
+    ("2.14.1", "3.13"),
+    ("2.15.0", "3.13"),
+)
 
 # What the checks need beside weft: versions of constraints.txt, but for PyTorch.
 TEST_PACKAGES = ("pytest", "pytest-timeout", "safetensors", "torchao")
