@@ -537,13 +537,18 @@ def count_captures(built: Any, batches: Sequence[Any], counter: StepCounter) -> 
     return numbers | {"obstacles": dict(capture.obstacles)}
 
 
-def count_step(plan: Plan) -> Step:
-    """Run one step of rank 0 of the plan, and count it."""
+def count_step(plan: Plan, capability: tuple[int, int] | None = None) -> Step:
+    """Run one step of rank 0 of the plan, and count it.
+
+    Args:
+        plan: of the step.
+        capability: of the device; None: of the plan's.
+    """
     counter = StepCounter()
     counter.step.microbatches, counter.step.async_tp = plan.num_microbatches, plan.async_tp
     documents = [document_ids(plan, index) for index in range(plan.num_microbatches)]
     with (
-        patch.object(fake_device, "CAPABILITY", find_capability(plan)),
+        patch.object(fake_device, "CAPABILITY", capability or find_capability(plan)),
         build_on_fake_cuda(plan, counter) as (built, mode),
         mode,
     ):

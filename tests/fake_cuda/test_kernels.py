@@ -17,7 +17,7 @@ UPDATES = {
     "optim.state_dtype=bfloat16": {("_update", "forward")},
     "optim.state_dtype=8bit": {("_update", "forward"), ("_update_packed", "forward")},
 }
-PACKED = ("llama3-8b-finetune", "stories-30m")  # recipes of packed documents
+SOFTCAP = "model.attention_softcap=50"  # of FlexAttention
 
 
 def build_kernels(*run: str, architecture: int, fault: str = "") -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def build_kernels(*run: str, architecture: int, fault: str = "") -> list[dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("run", RUNS, ids=[run[0] for run in RUNS])
+@pytest.mark.parametrize("run", RUNS, ids=[" ".join((run[0], run[-1])) for run in RUNS])
 def test_kernels_build(run: tuple[str, ...], architecture: int) -> None:
     functions = build_kernels(*run, architecture=architecture)
     assert failures({architecture: functions}) == []
@@ -40,8 +40,24 @@ def test_kernels_build(run: tuple[str, ...], architecture: int) -> None:
         names = [kernel["name"] for kernel in function["kernels"]]
         assert names
         # FlexAttention's kernels come from templates; no other template is chosen.
-        is_flex = run[0] in PACKED and (function["function"], function["direction"]) in BLOCK
+        is_flex = SOFTCAP in run and (function["function"], function["direction"]) in BLOCK
         assert sum(name.startswith("triton_tem_") for name in names) == is_flex
+
+
+OWN_OPTIONS = """
+from weft.models import attention
+attention.FLEX_OPTIONS = {}
+"""
+
+
+@pytest.mark.slow
+def test_options_of_flex_attention_spill_less_than_those_of_pytorch_on_blackwell() -> None:
+    spilled = []
+    for fault in ("", OWN_OPTIONS):
+        run = ("llama3-8b-finetune", "model.num_layers=1", SOFTCAP)
+        functions = build_kernels(*run, architecture=100, fault=fault)
+        spilled.append(max(k["spilled_bytes"] for f in functions for k in f["kernels"]))
+    assert 10 * spilled[0] < spilled[1]
 
 
 NO_SUCH_FUNCTION = """

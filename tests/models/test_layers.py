@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from weft.models import attention
@@ -315,6 +316,31 @@ def test_document_blocks_give_the_attention_of_the_document_mask(
         torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
         grads = [torch.autograd.grad(out, leaves, upstream) for out in result]
         torch.testing.assert_close(*grads, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "is_tuned"),
+    [
+        ((10, 0), torch.bfloat16, 64, True),
+        ((10, 3), torch.float16, 128, True),
+        ((10, 0), torch.bfloat16, 192, False),
+        ((10, 0), torch.float32, 128, False),
+        ((9, 0), torch.bfloat16, 128, False),
+        ((12, 0), torch.bfloat16, 128, False),
+    ],
+)
+def test_flex_options_are_those_of_the_gpus_where_they_were_built(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    is_tuned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, head_dim, device="cuda", dtype=dtype)
+    assert bool(attention.flex_options(q)) == is_tuned
+    assert attention.flex_options(torch.empty(1, 2, 8, 64, dtype=torch.bfloat16)) == {}
 
 
 ACTIVATIONS = {

@@ -10,7 +10,7 @@ the attribute ``attend`` by a function that also sees the keys and values of oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -212,6 +212,21 @@ def attend(
     return out_BHTV.transpose(1, 2)
 
 
+# Options of FlexAttention's kernels by major compute capability, for 16-bit heads of at most
+# `FLEX_MAX_HEAD_DIM`, where PyTorch's own spill registers (docs/gpu-kernels.md).  On Blackwell
+# PyTorch has Hopper's tiles of 64 by 128 in backward, for half the threads.
+FLEX_OPTIONS: Mapping[int, dict[str, int]] = {10: {"bwd_num_warps": 8}}
+FLEX_MAX_HEAD_DIM = 128
+
+
+def flex_options(q_BHTK: Tensor) -> dict[str, int]:
+    """Return options of FlexAttention's kernels for queries; none: PyTorch's own."""
+    is_small = q_BHTK.dtype.itemsize == 2 and q_BHTK.shape[3] <= FLEX_MAX_HEAD_DIM
+    if q_BHTK.device.type != "cuda" or not is_small:
+        return {}
+    return FLEX_OPTIONS.get(torch.cuda.get_device_capability()[0], {})
+
+
 def _attend_flex(
     q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, mask: BlockMask, options: AttentionOptions
 ) -> Tensor:
@@ -225,6 +240,8 @@ def _attend_flex(
 
     extra: dict[str, Any] = {"score_mod": limit} if softcap else {}
     extra |= {"return_lse": True} if sinks_H is not None else {}
+    if kernel_options := flex_options(q_BHTK):
+        extra["kernel_options"] = kernel_options
     out = flex(
         q_BHTK, k_BGTK, v_BGTV, block_mask=mask, enable_gqa=True, scale=options.scale, **extra
     )
