@@ -83,8 +83,9 @@ class KernelCollector:
         owner = getattr(fn, "__self__", None)
         name = fn.__name__ if owner is None else f"{type(owner).__name__}.{fn.__name__}"
 
-        def backend(graph: Any, inputs: Any) -> Any:
-            return compile_fx.compile_fx(graph, inputs, inner_compile=self._inner_compile(name))
+        def backend(graph: Any, inputs: Any, options: Any = None) -> Any:
+            generate = self._inner_compile(name)
+            return compile_fx.compile_fx(graph, inputs, generate, config_patches=options)
 
         return self.torch_compile(fn, **(options | {"backend": backend}))
 
