@@ -157,6 +157,22 @@ def test_float8_experts_wait_for_nothing(recipe: str, cluster: str) -> None:
     assert counts["matmuls"]["float8"] == 2 * 2 * 3 * 4
 
 
+# The sizes of an exchange are read as on a real device, although fake tensors have no values.
+REAL_SIZES = """
+from weft.parallel import expert_dispatch
+expert_dispatch.is_fake = lambda tensor: False
+"""
+EXPERTS = ("qwen3-30b-a3b", "model.num_layers=2", "train.global_batch_size=128")
+
+
+@pytest.mark.slow
+def test_padded_exchange_reads_no_size_in_forward_and_backward() -> None:
+    padded = ("parallel.ep_dispatch=padded", "parallel.ep_capacity_factor=16")  # fits any load
+    assert count(*EXPERTS, *padded, fault=REAL_SIZES)["host_waits"] == {}
+    with pytest.raises(RuntimeError, match="DataDependentOutputException"):
+        count(*EXPERTS, fault=REAL_SIZES)
+
+
 ONE_ROOT = """
 from dataclasses import replace
 from weft.parallel import apply

@@ -37,9 +37,8 @@ OFTEN = (
 )
 
 
-@pytest.mark.slow
 def test_catalogue_each_right_text_occurs_once() -> None:
-    """A change of the code may move a fault; the default suite does not pin the text."""
+    """A change of the code may move a fault."""
     stale = []
     for fault in FAULTS:
         source = (ROOT / "weft" / fault.file).read_text("utf-8")
