@@ -188,6 +188,9 @@ FASTER = [
     pytest.param("paper/llama3-8b", "1x8xH100", "train.microbatch_size=2", marks=slow),
     pytest.param("paper/llama3-405b", "64x8xH200", "", marks=slow),
     pytest.param("three-servers", "12x8xH200", "", marks=slow),
+    # Compiled, in float8.
+    pytest.param("llama3-8b-8gpu", "1x8xH100", "model.num_layers=8", marks=slow),
+    pytest.param("llama3-1b", "1x8xH100", "", marks=slow),
 ]
 
 

@@ -67,7 +67,7 @@ def advise(
     # Keep the number of ranks, so that a change is not credited with additional ranks.
     local = plan.local_world_size
     machine = replace(machine, world_size=plan.world_size, local_world_size=local)
-    baseline = _estimate(plan, device)
+    baseline = _estimate(plan, device, plan.is_compiled)
     if baseline is None:
         is_full = prediction.fits is False
         return _traced_advice(plan, machine, device, prediction, cached) if is_full else []
@@ -77,7 +77,7 @@ def advise(
         for change in changes:
             try:
                 new_job = apply_change(job, change)
-                estimate = _estimate(resolve(new_job, machine), device)
+                estimate = _estimate(resolve(new_job, machine), device, plan.is_compiled)
             except (InvalidConfig, ValueError):
                 continue
             if estimate is None:
@@ -255,10 +255,14 @@ def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
     return distinct
 
 
-def _estimate(plan: Plan, device: Device) -> tuple[float, float] | None:
-    """Return seconds and bytes by formulas; bytes of eager code, as in a trace."""
+def _estimate(plan: Plan, device: Device, compiled: bool) -> tuple[float, float] | None:
+    """Return seconds and bytes by formulas.
+
+    ``compiled``: count the bytes of compiled code, or of eager code.  A trace counts the same bytes
+    for both, so a change that compiles must not change them.
+    """
     if not supports_formulas(plan):
         return None
     seconds = DecoderFormulas(plan, device).step_seconds(build_hardware(plan, device)).total()
-    eager = replace(plan, job=replace_sections(plan.job, compile={"enable": False}))
-    return seconds, sum(DecoderFormulas(eager, device).estimate_memory().values())
+    same = replace(plan, job=replace_sections(plan.job, compile={"enable": compiled}))
+    return seconds, sum(DecoderFormulas(same, device).estimate_memory().values())
