@@ -45,7 +45,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 import weft
@@ -62,7 +66,14 @@ from weft.estimate.trace import empty_batches
 from weft.models import attention
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
-from weft.parallel import apply, block_attention, context_parallel, cuda_graphs
+from weft.parallel import (
+    apply,
+    block_attention,
+    context_parallel,
+    cuda_graphs,
+    pass_overlap,
+    private_schedules,
+)
 from weft.parallel import compile as compiling
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import find_device, parse_cluster
@@ -482,6 +493,19 @@ def find_capability(plan: Plan) -> tuple[int, int]:
     return found.capability if any(found.capability) else AMPERE
 
 
+def run_in_turns(main: Callable[[], None], other: Callable[[], None]) -> None:
+    """Stand in for `weft.parallel.pass_overlap.run_in_turns`: both threads have the same modes."""
+    modes = _get_current_dispatch_mode_stack()
+
+    def other_with_modes() -> None:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            other()
+
+    pass_overlap.run_in_turns(main, other_with_modes)
+
+
 @contextmanager
 def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, FakeTensorMode]]:
     """Build rank 0 of the plan; its step may run in the context."""
@@ -511,6 +535,7 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
         (fake_device.Stream, "clock", counter.capture.clock),
         (train_step, "CudaDevice", lambda: counter.capture),
         (cuda_graphs, "WARMUP_STEPS", 1),
+        (private_schedules, "run_in_turns", run_in_turns),
         (Tensor, "__deepcopy__", lambda tensor, memo: tensor),  # AOTAutograd copies constants
     ]
     with ExitStack() as stack:
