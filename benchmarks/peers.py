@@ -29,7 +29,8 @@ that clips by a norm in float64; its time is not measured.
     LitGPT            its pretraining loop (`litgpt.pretrain.fit`) and model, not compiled
     bare loop, ...    the bare loop around the other two models: the effect of the model
 
-With ``--ranks 2`` it compares weft with FSDP2 and a bare loop with `fully_shard`.  The bare loop
+With ``--ranks 2`` it compares weft with FSDP2, a bare loop with `fully_shard`, and DeepSpeed's ZeRO
+1 to 3.  DeepSpeed compiles a C++ operator at its first run on a CPU, for a minute.  The bare loop
 has weft's defaults: a unit per block, resharded after forward, and what is outside of blocks stays
 gathered, in one unit where weft has units of embedding and head; float32; the next block is
 prefetched.
@@ -54,6 +55,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -191,8 +193,16 @@ class Turn:
         self.pipe, self.remaining, self.start = pipe, 0, (0.0, 0.0)
         self.check: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
 
-    def watch(self, model: nn.Module, logits: Callable[[torch.Tensor], Any], work: Work) -> None:
-        """Set the model whose weights and outputs are compared."""
+    def watch(
+        self,
+        model: nn.Module,
+        logits: Callable[[torch.Tensor], Any],
+        work: Work,
+        local: Callable[[Any], torch.Tensor] = lambda p: (
+            p.to_local() if isinstance(p, DTensor) else p
+        ),
+    ) -> None:
+        """Set the model whose weights and outputs are compared; ``local``: this rank's part."""
         rows = work.fixed()
 
         @torch.no_grad()
@@ -202,8 +212,8 @@ class Turn:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # else the next step would start with gathered old weights
-            params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-            return loss.item(), sum(p.double().square().sum().item() for p in params)
+            parts = map(local, model.parameters())
+            return loss.item(), sum(part.double().square().sum().item() for part in parts)
 
         self.check = check
 
@@ -280,9 +290,13 @@ def exact_fsdp(work: Work) -> None:
     bare_fsdp(work, clip_exactly)
 
 
-def bare_fsdp(work: Work, clip: Clip = nn.utils.clip_grad_norm_) -> None:
+def connect(work: Work) -> None:
     rendezvous, ranks = f"file://{work.directory}/meeting", work.plan.world_size
     dist.init_process_group("gloo", init_method=rendezvous, rank=work.rank, world_size=ranks)
+
+
+def bare_fsdp(work: Work, clip: Clip = nn.utils.clip_grad_norm_) -> None:
+    connect(work)
     model = work.model()
     blocks: list[Any] = list(cast(Any, model.layers).values())
     for block in blocks:
@@ -295,12 +309,52 @@ def bare_fsdp(work: Work, clip: Clip = nn.utils.clip_grad_norm_) -> None:
     bare_loop(work, model, clip=clip)
 
 
+def deepspeed(work: Work, stage: int) -> None:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(work.rank)}
+    os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
+    connect(work)
+    zero: Any = importlib.import_module("deepspeed")
+    model = work.model()
+    config = {
+        "train_micro_batch_size_per_gpu": work.rows,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # the fused AdamW of the others
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = zero.initialize(model=model, optimizer=work.optimizer(model), config=config)
+
+    def local(param: Any) -> torch.Tensor:
+        part: torch.Tensor = param.flatten()[work.rank :: work.plan.world_size]
+        return param.ds_tensor if stage == 3 else part
+
+    tokens, starts = work.tokens(), work.order()
+    T, B = work.job.train.seq_len, work.rows
+    work.turn.watch(model, engine, work, local)
+    with (work.directory / "losses.txt").open("w") as log:
+        for step in range(1, work.job.train.known_steps + 1):
+            work.turn()
+            batch = starts[(step - 1) * B : step * B].tolist()
+            rows = np.stack([tokens[start : start + T + 1] for start in batch]).astype(np.int64)
+            logits = engine(torch.from_numpy(rows[:, :-1]))
+            targets = torch.from_numpy(rows[:, 1:])
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            engine.backward(loss)
+            engine.step()
+            if step % LOG == 0:
+                loss = loss.detach()
+                dist.all_reduce(loss, dist.ReduceOp.AVG)
+                print(step, loss.item(), file=log, flush=True)
+
+
 def weft(work: Work) -> None:
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
     from weft.train import loop
     from weft.train import run as weft_run
-    from weft.train.setup import Built, connect
+    from weft.train.setup import Built
+    from weft.train.setup import connect as connect_ranks
 
     in_run: Any = weft_run  # names in this module are replaced
     in_loop: Any = loop
@@ -321,7 +375,7 @@ def weft(work: Work) -> None:
     heartbeat.start_heartbeat(work.rank, None, LOG)
     text = open_dataset((work.directory.parent / "store").resolve())
     os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
-    with connect(work.plan) as rank, (work.directory / "terminal.txt").open("w") as terminal:
+    with connect_ranks(work.plan) as rank, (work.directory / "terminal.txt").open("w") as terminal:
         loop.train(work.plan, text, rank, quiet_console(terminal))
 
 
@@ -572,7 +626,8 @@ def litgpt(work: Work) -> None:
 
 # The trainer whose loss and norm another must have; the bare loop for those that are not here.
 EXACT = "bare loop, exact norm"
-REFERENCES = {"weft": EXACT}
+STAGES = {f"DeepSpeed, ZeRO {stage}": stage for stage in (1, 2, 3)}
+REFERENCES = dict.fromkeys(("weft", *STAGES), EXACT)
 
 # Row of the table: the function, and the package that it requires.
 Trainer_ = tuple[Callable[[Work], None], str]
@@ -594,6 +649,7 @@ MORE_RANKS: dict[str, Trainer_] = {
     "bare loop, again": (bare_fsdp, ""),
     EXACT: (exact_fsdp, ""),
     "weft": (weft, ""),
+    **{name: (partial(deepspeed, stage=stage), "deepspeed") for name, stage in STAGES.items()},
 }
 
 
@@ -746,7 +802,7 @@ def main() -> None:
             for process in trainer.processes:
                 process.join()
 
-    packages = ["torch", "transformers", "accelerate", "lightning", "litgpt"]
+    packages = ["torch", "transformers", "accelerate", "lightning", "litgpt", "deepspeed"]
     versions = [f"{p} {version(p)}" for p in packages if importlib.util.find_spec(p)]
     print(f"{date.today()}  {', '.join(versions)}, Python {platform.python_version()}")
     print(
