@@ -49,7 +49,7 @@ def rewrite() -> None:
             output = run_and_capture(command, Path(directory) / "out")
         print(f"{'same   ' if output == answer else 'changed'} {command}", flush=True)
         text = text.replace(f"$ weft {command}\n{answer}```", f"$ weft {command}\n{output}```")
-    GUIDE.write_text(text, "utf-8")
+        GUIDE.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
