@@ -127,14 +127,14 @@ the table ({date}, PyTorch {torch}); `benchmarks/fake_cuda.json` has all counts.
 
 - *Microbatches*: at most two, or one for each pipeline rank; a step of more repeats them.
 - *Collectives* by mesh axis, *matmuls* by dtype, and *attention* by kernel, as PyTorch's
-  conditions choose it for the device (`tests/fake_cuda/attention.py`): of all microbatches. Axes
+  conditions choose it for the device (`tests/fake_cuda/attention.py`): of all microbatches. Rank 0
+  has the first layers; those of DeepSeek-V3 are dense, so its row has no exchange of tokens. Axes
   that have all ranks share one group, which has the name of the last one: with `ep` over all
   ranks, FSDP's collectives are there, too.
 - *Graphs*: the operators of each graph that torch.compile captures. All blocks share the graphs.
   *Captured operators* run in them, before fusion. *Eager kernels* are operators that run one by
   one and launch a kernel; views, queries of tensors and new memory are not counted. Both are of
-  the whole step. A row without them is older than 2026-11-30: since then recipes, FSDP's units
-  and the kernel for packed documents have changed.
+  the whole step.
 - *Fused exchanges*: the gathers and scatters of tensor parallelism that asynchronous TP overlaps,
   of all in the graphs.
 - *Prefetched gathers*: FSDP's gathers of parameters with a matmul between their start and their
