@@ -355,10 +355,15 @@ class GraphCounter:
 
         return compile_graph
 
-    def apply_compile(self, blocks: Sequence[nn.Module], _: str, **options: Any) -> None:
+    def apply_compile(
+        self, blocks: Sequence[nn.Module], _: str, options: Any = None, **shapes: Any
+    ) -> None:
         """Stand in for `weft.parallel.compile.apply_compile`."""
         for block in blocks:
-            block.forward = torch.compile(block.forward, **options, backend=self.backend)
+            own = options.get(block) if options else None
+            block.forward = torch.compile(
+                block.forward, **shapes, options=own, backend=self.backend
+            )
 
     def compile_function(self, function: Callable[..., Any], dynamic: bool = False) -> Any:
         """Stand in for `weft.parallel.compile.compile_function`."""
