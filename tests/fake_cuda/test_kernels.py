@@ -13,6 +13,8 @@ from tests import fake_cuda
 pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 
 BLOCK = {("DecoderBlock.forward", "forward"), ("DecoderBlock.forward", "backward")}
+LOSS = {("_sum_exponentials", "forward"), ("_logits_gradient", "forward")}
+EXPERTS = {("Experts.forward", "forward"), ("Experts.forward", "backward")}
 UPDATES = {
     "optim.state_dtype=bfloat16": {("_update", "forward")},
     "optim.state_dtype=8bit": {("_update", "forward"), ("_update_packed", "forward")},
@@ -34,7 +36,8 @@ def build_kernels(*run: str, architecture: int, fault: str = "") -> list[dict[st
 def test_kernels_build(run: tuple[str, ...], architecture: int) -> None:
     functions = build_kernels(*run, architecture=architecture)
     assert failures({architecture: functions}) == []
-    expected = BLOCK.union(*(UPDATES.get(override, set()) for override in run))
+    expected = BLOCK.union(LOSS, *(UPDATES.get(override, set()) for override in run))
+    expected |= EXPERTS if run[0] == "qwen3-30b-a3b" else set()
     assert {(f["function"], f["direction"]) for f in functions} == expected
     for function in functions:
         names = [kernel["name"] for kernel in function["kernels"]]
