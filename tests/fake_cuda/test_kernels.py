@@ -15,10 +15,9 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 BLOCK = {("DecoderBlock.forward", "forward"), ("DecoderBlock.forward", "backward")}
 LOSS = {("_sum_exponentials", "forward"), ("_logits_gradient", "forward")}
 EXPERTS = {("Experts.forward", "forward"), ("Experts.forward", "backward")}
-UPDATES = {
-    "optim.state_dtype=bfloat16": {("_update", "forward")},
-    "optim.state_dtype=8bit": {("_update", "forward"), ("_update_packed", "forward")},
-}
+UPDATES = dict.fromkeys(
+    ("optim.state_dtype=bfloat16", "optim.state_dtype=8bit"), {("update_all", "forward")}
+)
 SOFTCAP = "model.attention_softcap=50"  # of FlexAttention
 
 
