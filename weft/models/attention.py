@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from weft.config.accelerators import supports
+from weft.config.accelerators import GPU, supports
 from weft.models.decoder_config import DecoderConfig
 from weft.models.layers import allow_recompilation, build_norm, multiply
 from weft.models.rotary import apply_rope
@@ -217,14 +217,15 @@ def attend(
 # PyTorch has Hopper's tiles of 64 by 128 in backward, for half the threads.
 FLEX_OPTIONS: Mapping[int, dict[str, int]] = {10: {"bwd_num_warps": 8}}
 FLEX_MAX_HEAD_DIM = 128
+GPU_MODULE: Any = torch.get_device_module(GPU)
 
 
 def flex_options(q_BHTK: Tensor) -> dict[str, int]:
     """Return options of FlexAttention's kernels for queries; none: PyTorch's own."""
     is_small = q_BHTK.dtype.itemsize == 2 and q_BHTK.shape[3] <= FLEX_MAX_HEAD_DIM
-    if q_BHTK.device.type != "cuda" or not is_small:
+    if q_BHTK.device.type != GPU or not is_small:
         return {}
-    return FLEX_OPTIONS.get(torch.cuda.get_device_capability()[0], {})
+    return FLEX_OPTIONS.get(GPU_MODULE.get_device_capability()[0], {})
 
 
 def _attend_flex(

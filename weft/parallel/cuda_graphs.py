@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from weft.config.accelerators import GPU
 from weft.parallel.dtensor import to_local
 
 WARMUP_STEPS = 2
@@ -57,14 +58,15 @@ class CudaDevice:
     """Captures CUDA graphs on a stream and in a memory pool of their own."""
 
     def __init__(self) -> None:
-        self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
+        self.module: Any = torch.get_device_module(GPU)
+        self.stream: Any = self.module.Stream()
+        self.pool = self.module.graph_pool_handle()
 
     def warm_up(self, function: Function) -> Tensor:
         """See `GraphDevice`."""
-        current = torch.cuda.current_stream()
+        current = self.module.current_stream()
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        with self.module.stream(self.stream):
             result = function()
         current.wait_stream(self.stream)
         return result
@@ -75,10 +77,10 @@ class CudaDevice:
         Raises:
             RuntimeError: if an operator cannot be captured.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph: Graph = self.module.CUDAGraph()
         try:
             # Other threads may allocate pinned memory, or query events of saves.
-            with torch.cuda.graph(
+            with self.module.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 result = function()

@@ -72,7 +72,7 @@ def explain_unused_gpus() -> str:
     state = query_gpus()
     if not state.gpus:
         return ""
-    version = torch.version.cuda
+    version: str | None = getattr(torch.version, GPU, None)
     reason, remedy = "it finds none", "weft doctor checks them"
     if version is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
