@@ -319,12 +319,10 @@ def predict(recipe: str, overrides: dict[str, str], cluster: str | None) -> Json
 def run(names: list[str], again: bool) -> None:
     """Record the rows of pages; without ``again`` only those of models without rows."""
     record = read_results()
-    record |= {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "weft": __version__,
-    }
+    record |= {"torch": torch.__version__, "weft": __version__}
     for name in names:
+        if again or any(model.title not in record["rows"] for model in PAGES[name][1]):
+            record["dates"][name] = datetime.date.today().isoformat()
         for model in PAGES[name][1]:
             if model.title in record["rows"] and not again:
                 continue
@@ -399,8 +397,8 @@ def report(model: Model, row: Json, seconds: float) -> None:
 
 
 def read_results() -> Json:
-    """Return the record: date, versions, and the rows by model."""
-    record: Json = {"rows": {}}
+    """Return the record: versions, the date of each page, and the rows by model."""
+    record: Json = {"dates": {}, "rows": {}}
     if RESULTS.exists():
         record = json.loads(RESULTS.read_text("utf-8"))
     return record
@@ -521,7 +519,7 @@ has sequences of 4,096 tokens. *10 M tokens* is the time for so many tokens. `ch
 def page(name: str, record: Json) -> str:
     """Return the text of a page."""
     title, models = PAGES[name]
-    text = HEAD.format(title=title, **record)
+    text = HEAD.format(title=title, date=record["dates"][name], **record)
     lines = [line for model in models for line in section(model, record["rows"][model.title])]
     return text + "\n".join(lines).rstrip() + "\n"
 
@@ -529,8 +527,8 @@ def page(name: str, record: Json) -> str:
 INDEX = """# Models on your GPUs
 
 This page shows which GPUs train each published model, and how. The pages behind the names have the
-command, memory and speed. All are predictions of [the planner](../planner.md), made on {date} with
-weft {weft} and PyTorch {torch}; none was measured.
+command, memory and speed. All are predictions of [the planner](../planner.md), made from {first} to
+{last} with weft {weft} and PyTorch {torch}; none was measured.
 
 *full*: all weights; *LoRA*: adapters of rank 16; *QLoRA*: the same on weights in 4 bits. Sequences
 have 4,096 tokens. An empty cell does not mean that a model needs more GPUs: not all were computed.
@@ -561,7 +559,10 @@ def index(record: Json) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     names = "\n".join(PAGES)
     toctree = f"```{{toctree}}\n:hidden:\n\n{names}\n```\n"
-    return INDEX.format(**record) + "\n".join(lines) + f"\n\n{toctree}"
+    dates = sorted(record["dates"].values())
+    return (
+        INDEX.format(first=dates[0], last=dates[-1], **record) + "\n".join(lines) + f"\n\n{toctree}"
+    )
 
 
 def anchor(title: str) -> str:

@@ -15,9 +15,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 BLOCK = {("DecoderBlock.forward", "forward"), ("DecoderBlock.forward", "backward")}
 LOSS = {("_sum_exponentials", "forward"), ("_logits_gradient", "forward")}
 EXPERTS = {("Experts.forward", "forward"), ("Experts.forward", "backward")}
-UPDATES = dict.fromkeys(
-    ("optim.state_dtype=bfloat16", "optim.state_dtype=8bit"), {("update_all", "forward")}
-)
+UPDATE = {("update_all", "forward")}
+UPDATES = {"optim.state_dtype=bfloat16": UPDATE, "optim.state_dtype=8bit": UPDATE}
 SOFTCAP = "model.attention_softcap=50"  # of FlexAttention
 
 
