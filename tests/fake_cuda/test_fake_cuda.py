@@ -150,6 +150,7 @@ def test_float8_experts_wait_for_nothing(recipe: str, cluster: str) -> None:
     counts = count(
         *("qwen3-30b-a3b", "model.num_layers=2", f"run.cluster={cluster}"),
         *(f"precision.float8={recipe}", "precision.float8_small=true"),
+        *("activation_checkpoint.mode=full", "parallel.ep_chunks=1"),
         "precision.float8_exclude=*attn*",  # a CPU build lacks MXFP8's kernels of layers
     )
     assert counts["host_waits"] == {}
@@ -325,28 +326,21 @@ def test_order_of_streams_in_a_capture_is_checked() -> None:
 # GPU autograd runs in its own thread, which this thread waits for.
 PAIRED_PASSES = """
 import threading
-from contextlib import ExitStack
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
-from weft.parallel import private_schedules
+from tests.fake_cuda import step
 from weft.parallel.expert_dispatch import during_exchange
 
-def run(main, other, run_in_turns=private_schedules.run_in_turns):
-    def in_modes(stack=[*modes()]):
-        with ExitStack() as contexts:
-            for mode in stack:
-                contexts.enter_context(mode)
-            other()
+def run(main, other, run_in_turns=step.run_in_turns):
     threads = []
     during_exchange.append(lambda: threads.append(threading.current_thread().name))
-    run_in_turns(main, in_modes)
+    run_in_turns(main, other)
     assert threads[0::2] == ["MainThread"] * 2, threads
     assert threads[1] == threads[3] != "backward", threads
     during_exchange.pop()
     with open("PATH", "a") as file:
         file.write("pair ")
 
-private_schedules.run_in_turns = run
+step.run_in_turns = run
 torch.cuda.set_stream = lambda stream: None
 """
 
@@ -355,7 +349,7 @@ torch.cuda.set_stream = lambda stream: None
 def test_paired_passes_take_turns_with_the_thread_of_autograd(tmp_path: Path) -> None:
     keys = ["model.num_layers=4", "pipeline.layers_per_stage=[1,1,1,1]", "compile.enable=false"]
     keys += ["run.cluster=1x4xH100", "parallel.pp=2", "parallel.dp_shard=2", "parallel.ep=2"]
-    keys += ["train.microbatch_size=1", "train.global_batch_size=64"]
+    keys += ["train.microbatch_size=1", "train.global_batch_size=64", "parallel.ep_chunks=1"]
     keys += ["pipeline.schedule=DualPipeV", "activation_checkpoint.mode=none"]
     fault = PAIRED_PASSES.replace("PATH", str(tmp_path / "pairs"))
     counts = count("qwen3-30b-a3b", *keys, fault=fault)
@@ -417,7 +411,7 @@ layers.RMSNorm.forward = lambda self, x: norm(self, x + 1)
 
 @pytest.mark.slow
 def test_eager_kernels_are_no_views_and_no_new_memory() -> None:
-    step = ("llama3-8b", "model.num_layers=1", "activation_checkpoint.mode=none")
+    step = ("paper/llama3-8b", "model.num_layers=1", "activation_checkpoint.mode=none")
     kernels = count(*step)["eager_kernels"]
     assert count(*step, fault=VIEWS)["eager_kernels"] == kernels
     # Three norms in each of two microbatches.

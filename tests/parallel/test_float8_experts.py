@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torchao.prototype.mx_formats.utils import from_blocked
 
 from weft.parallel import float8_experts, private
+from weft.parallel.float8 import prepare_compiler
 from weft.parallel.float8_experts import float8_grouped_linear
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -243,6 +244,28 @@ def test_compiled_expert_products_without_gradients_are_equal_bit_for_bit() -> N
         w = w.requires_grad_()
         out = product(x, w, torch.tensor(counts))
         assert out.equal(float8_grouped_linear(x, w, torch.tensor(counts), "tensorwise", True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_experts_with_any_number_of_rows_are_equal_bit_for_bit(recipe: str) -> None:
+    """Two products share a graph, as those of gate and up do."""
+    torch._dynamo.reset()
+    product = partial(float8_grouped_linear, recipe=recipe, emulate=True)
+
+    def multiply(x: Tensor, gate: Tensor, up: Tensor, counts: Tensor) -> Tensor:
+        return product(x, gate, counts) * product(x, up, counts)
+
+    with torch._dynamo.config.patch(specialize_float=False):
+        prepare_compiler(recipe)
+        compiled = torch.compile(multiply, dynamic=True, backend="eager")
+        for seed in range(3):
+            x, w, _, counts = draw(recipe, seed, torch.bfloat16)
+            results = []
+            for function in (compiled, multiply):
+                leaves = [each.clone().requires_grad_() for each in (x, w, w.flip(0))]
+                out = function(*leaves, torch.tensor(counts))
+                results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+            assert all(a.equal(b) for a, b in zip(*results, strict=True))
 
 
 def test_private_names_are_as_expected() -> None:

@@ -635,7 +635,7 @@ def merge_documents(documents: Sequence[dict[str, Any]], file: str) -> list[dict
             continue
         number = kinds.index(kind)
         merged[number] = merge_fields(merged[number], patch)
-    names = " or ".join({str(each.get("name")): each for each in find_containers(documents)})
+    names = " or ".join(dict.fromkeys(str(c.get("name")) for c in find_containers(documents)))
     for container in find_containers(merged):
         if "image" not in container:
             rule = f"adds the container {container.get('name')}, which has no image"

@@ -263,10 +263,10 @@ class Extrapolation:
     def _find_buffers(self, events: Sequence[Event]) -> Iterator[tuple[int, int, int, int]]:
         """Yield per-microbatch storages that are allocated at the start and stay.
 
-        Shards of the inputs are an example.  Yield storage, bytes,
-        microbatch, and the stage if only one uses it.  The microbatch is that of the actions which
-        use the storage, or else of the inputs that it was computed from.  Without either, a run of
-        equal sizes has one storage per microbatch.
+        Shards of the inputs are an example.  Yield storage, bytes, microbatch, and the stage if
+        only one uses it.  The microbatch is that of the actions which use the storage, or else of
+        the inputs that it was computed from.  Without either, a run of equal sizes has one storage
+        per microbatch.
         """
         num_microbatches = self._recorded_size.microbatches
         if num_microbatches == 1:

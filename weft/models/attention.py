@@ -217,7 +217,7 @@ def attend(
 # PyTorch has Hopper's tiles of 64 by 128 in backward, for half the threads.
 FLEX_OPTIONS: Mapping[int, dict[str, int]] = {10: {"bwd_num_warps": 8}}
 FLEX_MAX_HEAD_DIM = 128
-GPU_MODULE: Any = torch.get_device_module(GPU)
+GPU_MODULE: Any = torch.get_device_module(GPU)  # here, for the compiler knows its functions
 
 
 def flex_options(q_BHTK: Tensor) -> dict[str, int]:

@@ -33,7 +33,7 @@ much smaller than the largest (about 2**-14 for e4m3) that they become subnormal
 *Emulation.*  On devices without float8 matmuls, factors are cast and then multiplied in float32.
 The rounding is the same, but it is slower than no float8.
 
-*Compiled*, float8 needs two settings of the compiler; see `prepare_compiler`.
+*Compiled*, float8 needs three settings of the compiler; see `prepare_compiler`.
 
 torchao is imported only when a layer is converted, because the import takes seconds.
 """
@@ -91,9 +91,15 @@ def prepare_compiler(recipe: str) -> None:
     Triton 3.8 stores transposed float8 numbers wrongly beside some maxima
     (triton-lang/triton#11111).  torchao avoids them when it converts a linear layer, but MXFP8's
     layers and experts are not converted by torchao.
+
+    Graphs for any number of rows, such as those of experts, take Python floats as inputs.  Dynamo
+    fails if two functions of autograd in one graph read the same float, as torchao's smallest
+    maximum, so floats are constants.  None of weft's changes from step to step.
     """
+    from torch._dynamo import config as dynamo_config
     from torch._inductor import config
 
+    dynamo_config.specialize_float = True
     if recipe.startswith("rowwise"):
         config.emulate_precision_casts = True
     patch = import_quietly("torchao.float8._inductor_patch")

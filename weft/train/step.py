@@ -265,17 +265,17 @@ class TrainStep:
             for part in self.model_parts:
                 set_gradient_sync(part, index == last, self.plan.gradient_sync)
             fault_point("microbatch")
-            must_check = check_stop is not None and index % interval == 0
+            check_now = check_stop if index % interval == 0 else None
             if self.graphs is not None:
-                if check_stop is not None and must_check:
-                    check_stop()
+                if check_now is not None:
+                    check_now()
                 with action(0, "FB", index):
                     losses.append(self.graphs(index))
                 continue
             with action(0, "F", index):
                 loss = self._forward(microbatch)
-            if check_stop is not None and must_check:
-                check_stop()
+            if check_now is not None:
+                check_now()
             with action(0, "B", index):
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
