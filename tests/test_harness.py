@@ -169,6 +169,24 @@ def test_run_ranks_timeout_shows_the_stack_of_every_rank() -> None:
     assert "wait_forever_on_one" in second
 
 
+def abort_in_thread() -> None:
+    def abort_like_gloo() -> None:
+        sys.stderr.write("terminate called\n  what():  the sizes differ\n")
+        sys.stderr.flush()
+        os.abort()
+
+    threading.Thread(target=abort_like_gloo).start()
+    time.sleep(60)
+
+
+def test_run_ranks_crash_of_a_thread_shows_its_message_and_stack() -> None:
+    with pytest.raises(RankError, match="was killed by SIGABRT") as caught:
+        run_ranks(abort_in_thread, 1)
+    text = str(caught.value)
+    assert "what():  the sizes differ" in text
+    assert "in abort_like_gloo" in text.partition("Fatal Python error")[2]
+
+
 @pytest.mark.parametrize(
     ("mode", "message"),
     [

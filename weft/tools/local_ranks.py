@@ -51,6 +51,7 @@ T = TypeVar("T")
 DEATH_SECONDS = 0.2  # until the parent sees the death of a rank whose peer has failed
 STACK_SECONDS = 2.0  # for the ranks to dump their stacks at the time limit
 MAX_LOG_LINES = 12  # of a traceback or a stack
+CRASH_LINES = 4  # before it, of what C++ wrote
 
 # Modules that the parent imports once for all ranks.
 PRELOADED_MODULES = ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp")
@@ -227,10 +228,20 @@ def _timeout_message(ranks: list[_Rank], timeout: float) -> str:
 
 
 def _format_log(log: Path) -> str:
-    """Format the innermost calls of a rank's stack dump, or else its last lines."""
+    """Format the innermost calls of a rank's stack dump, or else its last lines.
+
+    If the rank crashed, start with the message of the library that ended it, and show the thread
+    that crashed: the dump has it first.
+    """
     lines = log.read_text("utf-8", "replace").splitlines()
-    stack = [i for i, line in enumerate(lines) if "most recent call first" in line]
-    shown = lines[stack[-1] + 1 :][:MAX_LOG_LINES] if stack else lines[-MAX_LOG_LINES:]
+    stacks = [i + 1 for i, line in enumerate(lines) if "most recent call first" in line]
+    crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if crash and stacks:
+        message = [line for line in lines[: crash[0]] if line][-CRASH_LINES:]
+        shown = [*message, lines[crash[0]]]
+        shown += lines[next(i for i in stacks if i > crash[0]) :][:MAX_LOG_LINES]
+    else:
+        shown = lines[stacks[-1] :][:MAX_LOG_LINES] if stacks else lines[-MAX_LOG_LINES:]
     return "".join(f"\n  | {line}" for line in shown)
 
 
