@@ -51,10 +51,21 @@ CHECKS = {
     "pipeline": (
         f"{VERIFY} demo --ranks 2 --parallel.pp 2 --pipeline.schedule Interleaved1F1B",
         f"{VERIFY} demo --ranks 2 --parallel.pp 2 --pipeline.schedule ZBVZeroBubble",
+        f"{VERIFY} moe-demo --ranks 4 --parallel.pp 2 --parallel.ep 2 "
+        "--pipeline.schedule DualPipeV",
+        f"{PYTEST} tests/parallel/test_pipeline_messages.py tests/parallel/test_pass_overlap.py",
     ),
     "experts": (f"{VERIFY} moe-demo --ranks 2 --parallel.ep 2",),
     "four axes": (f"{VERIFY} llama3-405b --ranks 4",),
-    "compile": (f"{VERIFY} demo --ranks 2 --parallel.tp 2 --compile.enable true",),
+    "documents": (
+        f"{PYTEST} tests/models/test_varlen_attention.py tests/parallel/test_varlen_blocks.py "
+        "tests/train/test_varlen_layouts.py",
+    ),
+    "CUDA graphs": (f"{PYTEST} tests/parallel/test_cuda_graphs.py",),
+    "compile": (
+        f"{VERIFY} demo --ranks 2 --parallel.tp 2 --compile.enable true",
+        f"{TRAIN} --run.dir {{dir}}/compiled --train.steps 10 --compile.enable true",
+    ),
     "float8": (
         f"{VERIFY} demo --ranks 2 --parallel.tp 2 --precision.float8 tensorwise "
         "--precision.float8_small true",

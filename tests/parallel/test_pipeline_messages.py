@@ -64,11 +64,11 @@ def count_evaluated(built: Any, plan: Any) -> float:
     built.train_step.evaluate(batches)
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     kept = [
-        info.buffer
+        buffer
         for stage in stages
         for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
         for info in infos
-        if not info.is_root_arg and info.buffer is not None
+        if (buffer := getattr(info, "buffer", None)) is not None  # None: an input of the model
     ]
     kept += [t for stage in stages for tensors in stage.fwd_cache.values() for t in tensors[1]]
     return sum(t.nbytes for t in kept if not t.is_meta) / MESSAGE_BYTES

@@ -405,7 +405,11 @@ def test_pipeline_message_names_are_as_expected() -> None:
         assert hasattr(schedules, "_add_wait_send")
         return
     assert parameters(stage._prepare_backward_infra)[:2] == ["self", "num_microbatches"]
-    assert parameters(stage._get_recv_ops) == ["self", "recv_infos"]
+    # torch 2.14 has a group for each direction.
+    assert parameters(stage._get_recv_ops) in (
+        ["self", "recv_infos"],
+        ["self", "recv_infos", "group"],
+    )
     for name in ("_retrieve_recv_activations", "_retrieve_recv_grads"):
         assert len(parameters(getattr(stage, name))) == 2
     assert "self.device" in inspect.getsource(stage._create_grad_recv_info)

@@ -109,9 +109,9 @@ def free_received(stage: Any) -> None:
         finally:
             stage.device = device
 
-    def allocate(infos: tuple[Any, ...]) -> Any:
+    def allocate(infos: tuple[Any, ...], *group: Any) -> Any:  # torch 2.14 gives the group
         _move_buffers(infos, stage.device)
-        return get_ops(infos)
+        return get_ops(infos, *group)
 
     def take(original: Callable[..., Any], infos: dict[int, Any], microbatch: int) -> Any:
         tensors = original(microbatch)
