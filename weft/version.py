@@ -17,6 +17,11 @@ TESTED_PYTHON = ((3, 11), (3, 13))
 TORCH_REQUIREMENT = f"torch>=2.11,<2.{TESTED_TORCH[1][1] + 1}"
 
 
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version: (535, 161, 8) for '535.161.08'."""
+    return tuple(int(n) for n in re.findall(r"\d+", text)[:3])
+
+
 def untested_versions(torch: str, python: str) -> Iterator[tuple[str, str]]:
     """Yield a fact and a remedy for each version outside of the tested range.
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from weft.cluster.watchdog import (
     OpenCollective,
     RankProbe,
     RankState,
+    collect_evidence,
     diagnose_hang,
     parse_main_stack,
 )
@@ -251,6 +253,19 @@ VERDICTS = [
         "the others wait in all_reduce no. 42 of all ranks",
     ),
     (
+        [rank_state(0), rank_state(1, state="R (running)", calls=None, cpu_share=0.04)],
+        [1],
+        "rank 1 is missing: it does not answer: it is runnable, but with 4% of a CPU: the machine "
+        "is overloaded, at torch/distributed/distributed_c10d.py:3 in all_reduce, in step 7, "
+        "forward and backward; the other waits in all_reduce no. 42 of all ranks",
+    ),
+    (
+        [rank_state(0), rank_state(1, state="R (running)", calls=None, cpu_share=0.97, stack=[])],
+        [1],
+        "rank 1 is missing: it does not answer: a thread holds the interpreter lock in step 7, "
+        "forward and backward; the other waits in all_reduce no. 42 of all ranks",
+    ),
+    (
         [rank_state(0), rank_state(1, state="", calls=None, stack=[])],
         [1],
         "rank 1 is missing: it has ended, in step 7, forward and backward; "
@@ -356,6 +371,61 @@ def record_watched_steps() -> list[bool]:
 
 def test_watched_only_observed_time_counts() -> None:
     assert run_ranks(record_watched_steps, 1) == [[False, False, True, True, False]]
+
+
+# Each holds the interpreter lock: one sleeps, the other computes.
+LOCKED = {
+    "sleeps": "ctypes.PyDLL(None).sleep(100); time.sleep(100)",  # a signal ends the first
+    "computes": "re.match('(a|a)*b', 'a' * 60)",
+}
+LOCKING_RANK = """
+import ctypes, json, os, re, sys, time
+from weft.monitor.heartbeat import start_heartbeat
+contact = start_heartbeat(0, 5.0, 10)
+if sys.argv[2:]:
+    os.sched_setaffinity(0, {int(sys.argv[2])})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+print(json.dumps(contact), flush=True)
+exec(sys.argv[1])
+"""
+BUSY = """
+import os, sys
+parent = os.getppid()
+os.sched_setaffinity(0, {int(sys.argv[1])})
+while os.getppid() == parent:
+    pass
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("lock", "is_starved", "expected"),
+    [
+        ("sleeps", False, "a thread holds the interpreter lock"),
+        ("computes", True, "% of a CPU: the machine is overloaded"),
+    ],
+)
+def test_rank_that_starves_is_not_said_to_hold_the_interpreter_lock(
+    lock: str, is_starved: bool, expected: str
+) -> None:
+    """Linux runs a thread of the class IDLE only when the CPU has nothing else."""
+    cpu = min(os.sched_getaffinity(0))
+    words = [LOCKING_RANK, LOCKED[lock], *([str(cpu)] if is_starved else [])]
+    rank = subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.PIPE)
+    other = subprocess.Popen([sys.executable, "-c", BUSY if is_starved else "", str(cpu)])
+    try:
+        assert rank.stdout is not None
+        probe = RankProbe(Contact(*json.loads(rank.stdout.readline())))
+        probe.read_heartbeat()
+        time.sleep(1.0)  # until both programs compute
+        (state,) = collect_evidence([probe])
+        missing, sentence = diagnose_hang([state], 1)
+    finally:
+        for process in (rank, other):
+            process.kill()
+            process.communicate()
+    assert (missing, state.calls) == ([0], None)
+    assert expected in sentence, state
 
 
 def test_main_stack_is_read_from_faulthandler_output() -> None:

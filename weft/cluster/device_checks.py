@@ -14,14 +14,13 @@ from weft.cluster.node_facts import (
     bad,
     note,
     ok,
-    parse_version,
     warning,
 )
 from weft.config.accelerators import GPU
-from weft.monitor.nvml import TIMED_OUT
+from weft.monitor.nvml import TIMED_OUT, is_driver_too_old, minimum_driver
 from weft.monitor.xid_watch import XIDS, describe_xid
 from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device
-from weft.version import untested_versions
+from weft.version import parse_version, untested_versions
 
 # Fractions of the specified speed below which a device gets a warning, and is bad.
 WARNING_FRACTION, BAD_FRACTION = 0.8, 0.5
@@ -48,8 +47,6 @@ def grade(fraction: float, observation: str, remedy: str) -> Finding:
 
 # --------------------------------------------------------------------------- versions
 
-# Minimum drivers by CUDA major version: CUDA's release notes, 'minor version compatibility'.
-MIN_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
 # Faulty releases of NCCL: first, last, the fault and its source.
 FAULTY_NCCL_RELEASES = (
     ((2, 18, 1), (2, 18, 1), "may corrupt sums if a NIC shares its switch with a GPU (NVIDIA)"),
@@ -72,9 +69,9 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
         return
     driver, supported = facts.gpu_state.driver, facts.gpu_state.cuda
     observation += f", CUDA {facts.cuda}, driver {driver}"
-    minimum = MIN_DRIVERS.get(parse_version(facts.cuda)[0], (0, 0))
-    if parse_version(driver) < minimum:
-        remedy = f"install driver {minimum[0]} or newer, or a torch for an older CUDA"
+    if is_driver_too_old(driver, facts.cuda):
+        oldest = minimum_driver(facts.cuda)[0]
+        remedy = f"install driver {oldest} or newer, or a torch for an older CUDA"
         yield bad(f"{observation}: the driver is too old for this CUDA", remedy)
     elif supported and supported < parse_version(facts.cuda):
         remedy = "install a newer driver if CUDA reports a missing kernel"

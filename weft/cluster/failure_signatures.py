@@ -16,9 +16,10 @@ from functools import cache
 from pathlib import Path
 
 from weft.cluster.nccl_log import NcclLog, parse_nccl_log
-from weft.cluster.node_facts import Facts, parse_version
+from weft.cluster.node_facts import Facts
 from weft.config.files import open_regular
 from weft.plan.instance_types import find_instance_type
+from weft.version import parse_version
 
 # Bytes of a log to read, half at its start, where NCCL names its network, half at its end.
 MAX_BYTES = 8 << 20

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from pathlib import Path
 
-from weft.cluster.device_checks import MIN_DRIVERS, check_nccl
+from weft.cluster.device_checks import check_nccl
 from weft.cluster.network_checks import check_copies
 from weft.cluster.node_checks import check_shm
 from weft.cluster.node_facts import (
@@ -30,12 +30,12 @@ from weft.cluster.node_facts import (
     bad,
     note,
     ok,
-    parse_version,
     warning,
 )
 from weft.cluster.probes import run_tool
 from weft.cluster.variable_checks import check_variables
-from weft.version import untested_versions
+from weft.monitor.nvml import minimum_driver
+from weft.version import parse_version, untested_versions
 
 # NCCL and libfabric load these libraries by name.
 PLUGIN, CUDA_RUNTIME = "libnccl-net.so", "libcudart.so"
@@ -187,7 +187,7 @@ def _check_torch(facts: Facts, image: Image) -> Iterator[Finding]:
         observation += ", built without CUDA" if facts.torch else ""
         yield bad(observation, "pip install torch, from an index with CUDA builds")
         return
-    driver = MIN_DRIVERS.get(parse_version(facts.cuda)[0], (0, 0))[0]
+    driver = next(iter(minimum_driver(facts.cuda)), None)
     observation += f", CUDA {facts.cuda}, NCCL {image.nccl or '?'}"
     yield ok(f"{observation}; the node needs NVIDIA's driver {driver or '?'} or newer")
 

@@ -8,7 +8,6 @@ field names are those of ``weft doctor --json``.
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -242,8 +241,3 @@ class Finding:
 ok, note, warning, bad = (partial(Finding, severity) for severity in SEVERITIES)
 
 Check = Callable[[Facts], Iterator[Finding]]
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version: (535, 161, 8) for '535.161.08'."""
-    return tuple(int(n) for n in re.findall(r"\d+", text)[:3])

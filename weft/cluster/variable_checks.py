@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.cluster.node_facts import Facts, Finding, bad, note, ok, parse_version, warning
+from weft.cluster.node_facts import Facts, Finding, bad, note, ok, warning
 from weft.train.environment import is_loopback
+from weft.version import parse_version
 
 
 class Variable(NamedTuple):

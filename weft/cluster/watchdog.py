@@ -48,7 +48,12 @@ from weft.monitor.heartbeat import (
     start_heartbeat,
 )
 from weft.monitor.log_buffer import tolerate
-from weft.monitor.process import PYTHON, die_with_parent, process_status
+from weft.monitor.process import (
+    PYTHON,
+    die_with_parent,
+    process_cpu_seconds,
+    process_status,
+)
 from weft.monitor.step_timer import PHASES
 
 if TYPE_CHECKING:
@@ -56,6 +61,7 @@ if TYPE_CHECKING:
 
 # Seconds between two polls, for an answer, and for the watchdogs of other hosts to report first.
 POLL_SECONDS, ANSWER_SECONDS, PEER_REPORT_SECONDS = 0.25, 0.75, 3.0
+STARVED_SHARE = 0.25  # of a CPU, for a rank that does not answer
 BYTES_SECONDS = 15.0  # since the last report of a rank that waits for bytes
 
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
@@ -126,6 +132,7 @@ class RankState(NamedTuple):
     stack: list[str]  # of the main thread, innermost first
     done: Mapping[str, int] = MappingProxyType({})  # last completed collective of each group
     recent: Sequence[Any] = ()  # collectives: group, number, name, sizes, is open
+    cpu_share: float | None = None  # processor time by elapsed time while the rank was queried
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -174,12 +181,25 @@ def absence_reason(state: RankState) -> str | None:
     frame = f", at {describe_frame(state.stack)}," if state.stack else ""
     if state.state[0] == "D":
         return f"waits in the kernel for a disk or device ({state.channel or 'unknown'}){frame}"
+    if state.calls is None and is_starved(state):
+        reason = f"runnable, but with {state.cpu_share:.0%} of a CPU: the machine is overloaded"
+        return f"does not answer: it is {reason}{frame}"
     if state.calls is None:
         return f"does not answer: a thread holds the interpreter lock{frame}"
     # gloo does not record send and receive, but then the rank waits in torch's own code.
     if state.calls or any("/torch/distributed/" in line for line in state.stack[:1]):
         return None
     return f"is in no collective{frame or ','}"
+
+
+def is_starved(state: RankState) -> bool:
+    """Return True if the main thread is runnable, but other programs have the CPUs.
+
+    A thread that computes in C with the interpreter lock gets a CPU, and one that waits with the
+    lock is not runnable.
+    """
+    is_runnable = state.state[:1] == "R"
+    return is_runnable and state.cpu_share is not None and state.cpu_share < STARVED_SHARE
 
 
 def find_mismatched_collectives(states: Sequence[RankState]) -> list[int]:
@@ -276,6 +296,7 @@ class RankProbe:
         self.heartbeat = b""
         self.age = 0.0  # seconds for which the heartbeat has not changed
         self._answers_before, self._stack_chars_before = 0, 0  # at the last request
+        self._usage_before = 0.0, 0.0  # clock and processor time at the last request
 
     def is_late(self, elapsed: float) -> bool:
         """Read the heartbeat ``elapsed`` seconds after the last read; True if too old."""
@@ -298,6 +319,7 @@ class RankProbe:
     def request_collectives(self) -> None:
         """Ask the rank for its open collectives; `read_answer` returns the answer."""
         self._answers_before = (self._read_last_answer() or {"request": 0})["request"]
+        self._usage_before = time.monotonic(), process_cpu_seconds(self.contact.pid)
         with suppress(OSError):
             pipe = os.open(self.fd_dir / str(self.contact.request), os.O_WRONLY | os.O_NONBLOCK)
             os.write(pipe, b"?")
@@ -344,8 +366,14 @@ class RankProbe:
             self.contact.rank, int(step), phase, self.age, process_state, channel, calls, stack
         )
         if answer is None:
-            return state
+            return state._replace(cpu_share=self._cpu_share())
         return state._replace(done=answer["done"], recent=answer["recent"])
+
+    def _cpu_share(self) -> float:
+        """Return the processor time by the elapsed time since `request_collectives`."""
+        clock, used = self._usage_before
+        elapsed = time.monotonic() - clock
+        return (process_cpu_seconds(self.contact.pid) - used) / elapsed
 
     def _read(self, number: int) -> str:
         try:

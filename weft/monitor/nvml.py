@@ -18,11 +18,14 @@ from typing import Any
 import pynvml
 
 from weft.monitor.process import PYTHON, run_with_limit
+from weft.version import parse_version
 
 QUERY_SECONDS = 30.0
 TIMED_OUT = "no answer"  # error of a driver that did not answer in time
 LIBRARY = "libnvidia-ml.so.1"
 SWITCH = "switch"  # the other end of an NVLink
+# Minimum drivers by CUDA major version: CUDA's release notes, 'minor version compatibility'.
+MIN_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
 # Names of ``nvidia-smi topo -m`` for the path between two GPUs, by NVML's level.
 PATHS = {
     pynvml.NVML_TOPOLOGY_SINGLE: "PIX",  # one PCIe switch
@@ -78,6 +81,16 @@ class GpuState:
     cuda: tuple[int, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     error: str = ""
+
+
+def minimum_driver(cuda: str) -> tuple[int, ...]:
+    """Return the oldest driver for a CUDA version, such as 13.0; (): unknown."""
+    return MIN_DRIVERS.get(parse_version(cuda)[0], ())
+
+
+def is_driver_too_old(driver: str, cuda: str) -> bool:
+    """Return True if a driver cannot run programs of a CUDA version."""
+    return parse_version(driver) < minimum_driver(cuda)
 
 
 def query_gpus(with_links: bool = False, seconds: float = QUERY_SECONDS) -> GpuState:

@@ -79,6 +79,16 @@ def process_status(process: int) -> dict[str, str]:
     return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
 
 
+def process_cpu_seconds(process: int) -> float:
+    """Return the processor time of a process and its threads; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return 0.0
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def child_pids() -> set[int]:
     """Return the process ids of this process's running children."""
     own_pid = str(os.getpid())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from weft.config.accelerators import GPU
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.schema import RunSection
-from weft.monitor.nvml import has_nvml, query_gpus
+from weft.monitor.nvml import has_nvml, is_driver_too_old, query_gpus
 from weft.plan.plan import Machine
 
 
@@ -77,7 +77,7 @@ def explain_unused_gpus() -> str:
     if version is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
         remedy = "install a torch with CUDA"
-    elif state.cuda < (int(version.partition(".")[0]), 0):
+    elif is_driver_too_old(state.driver, version):
         supported = ".".join(map(str, state.cuda))
         reason = f"driver {state.driver} supports CUDA {supported}, and torch is for {version}"
         remedy = "install a newer driver, or a torch for that CUDA (docs/gpu-node.md)"
