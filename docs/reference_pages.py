@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.config import schema
+from weft.config.keys import Section, describe_facts
 from weft.config.peer_names import PROJECTS, load_peer_answers, load_peer_names
 from weft.monitor import step_record
 from weft.monitor.exported_metrics import LABELS, RECORD_HELP, exported_name
@@ -64,7 +65,7 @@ def sentence(text: str) -> str:
     return prose(f"{text[0].upper()}{text[1:].removesuffix('.')}.")
 
 
-def properties(model: type[schema.Section]) -> dict[str, Json]:
+def properties(model: type[Section]) -> dict[str, Json]:
     values: dict[str, Json] = model.model_json_schema()["properties"]
     return values
 
@@ -78,18 +79,20 @@ def peers_line(names: dict[str, str]) -> Iterator[str]:
         yield f":Related: {prose(names['words'])}"
 
 
-def key_entry(name: str, values: Json) -> Iterator[str]:
+def key_entry(name: str, values: Json, section: type[Section]) -> Iterator[str]:
     yield f"```{{confval}} {name}"
     yield f":type: {type_text(values)}"
     yield f":default: {default_text(values['default'])}"
     yield ""
     yield sentence(values["description"])
+    if section is not schema.LaunchSection:
+        yield prose(" ".join(describe_facts(section, name.rpartition(".")[2])))
     if lines := list(peers_line(load_peer_names().get(name, {}))):
         yield from ["", *lines]
     yield from ["```", ""]
 
 
-def section_text(section: type[schema.Section]) -> str:
+def section_text(section: type[Section]) -> str:
     """Return the docstring of a section, with links to the pages that it names."""
     text = prose(inspect.cleandoc(section.__doc__ or ""))
     return re.sub(r"docs/(\w[\w-]*)\.md", r"[\1](../\1.md)", text)
@@ -101,7 +104,7 @@ def keys_page() -> str:
     for name, section in schema.SECTIONS.items():
         lines += [f"## {name}", "", section_text(section), ""]
         for key, values in properties(section).items():
-            lines += key_entry(f"{name}.{key}", values)
+            lines += key_entry(f"{name}.{key}", values, section)
         if name == "model":
             lines += ["The [fields of the family](#fields-of-model-families) are further keys.", ""]
         if name == "resilience":
@@ -110,7 +113,7 @@ def keys_page() -> str:
     return "\n".join([*lines, *model_fields()])
 
 
-def fields_table(section: type[schema.Section], prefix: str = "") -> list[str]:
+def fields_table(section: type[Section], prefix: str = "") -> list[str]:
     """Return a table of a section's keys; ``prefix`` of their names in ``peer_names.toml``."""
     rows = []
     for key, values in properties(section).items():

@@ -25,6 +25,7 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import recipe_names
 from weft.plan.devices import load_clusters
+from weft.plan.needs import list_keys
 from weft.plan.plan_text import plan_recipe
 from weft.tools.job_sizes import AXES, OverrideMap, parallel_degrees
 from weft.tools.job_space import (
@@ -33,7 +34,6 @@ from weft.tools.job_space import (
     _named_keys,
     candidate_values,
     draw_job,
-    list_keys,
 )
 from weft.train.machine import detect_machine
 

@@ -21,7 +21,7 @@ from weft.train.loop import train
 LOCAL = """
 import torch
 from torch import nn
-from weft.config.schema import Section, key
+from weft.config.keys import Section, key
 from weft.models import Family
 from weft.models.family import Init
 

@@ -43,10 +43,11 @@ from weft.estimate.memory_check import memory_error
 from weft.models import FAMILIES
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
 from weft.plan.model_config import resolve_section
+from weft.plan.needs import key_facts, list_keys
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve_nodes
-from weft.tools.job_space import candidate_values, list_keys
-from weft.train.job_checks import FIXED, prepare_job
+from weft.tools.job_space import candidate_values
+from weft.train.job_checks import prepare_job
 
 MACHINES = {
     "cpu": Machine("cpu", devices=8, memory_bytes=64 << 30),
@@ -364,9 +365,10 @@ def test_remedies_of_too_little_memory_are_followed(recipe: str, text: str, gib:
 FIXED_KEYS = [
     key
     for key in list_keys()
-    if key.startswith((*FIXED, "train.", "optim.groups"))
+    if (key_facts(key).on_resume in ("fixed", "weights") or key.startswith("train."))
     # These need other data or several keys, or name another model.
     and key not in ("data.format", "train.objective", "model.path", "model.kind", "model.kv_rank")
+    and candidate_values(key)
 ]
 CHANGED = [
     *(((key, value),) for key in FIXED_KEYS for value in candidate_values(key)[:1]),

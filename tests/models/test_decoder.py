@@ -499,7 +499,7 @@ def test_load_family_of_the_user_is_built(own_dir: Path) -> None:
 def test_resolve_model_wrong_preset_does_not_report_missing_fields(own_dir: Path) -> None:
     (own_dir / "my_required.py").write_text(
         "from dataclasses import replace\n"
-        "from weft.config.schema import Section\n"
+        "from weft.config.keys import Section\n"
         "from weft.models import FAMILIES\n"
         "class Config(Section):\n"
         "    width: int\n"

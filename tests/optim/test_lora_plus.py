@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tests.small import small_job
-from weft.config.errors import InvalidConfig
 from weft.config.schema import LoraSection, OptimSection, replace
 from weft.models import load_family
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer, set_learning_rate
@@ -18,8 +17,6 @@ from weft.parallel.lora import apply_lora
 from weft.plan.lora_plan import lora_lr_factor
 from weft.plan.matrices import is_matrix
 from weft.plan.optim_rules import trainable_names
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
 
 LORA = LoraSection(rank=2, lr_ratio=16.0)
 
@@ -101,11 +98,6 @@ def test_lora_plus_learning_rates_equal_those_of_peft() -> None:
             assert math.isclose(group["lr"], 0.01 * lora_lr_factor(name, LORA)), name
             count += 1
     assert count == 3 * 7
-
-
-def test_lora_plus_without_adapters_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"lora\.lr_ratio=16\.0 has no effect without adapters"):
-        resolve(small_job(("lora.lr_ratio", "16")), Machine("cpu", devices=1, world_size=1))
 
 
 # --------------------------------------------------------------------------- parameter groups

@@ -240,9 +240,3 @@ def test_dora_and_float8_gather_weights_in_high_precision() -> None:
     plan = resolve(small_job(*keys, ("parallel.dp_shard", "2")), machine)
     assert not plan.float8_all_gather
     assert plan.num_trainable_params > resolve(small_job(*WIDE), machine).num_trainable_params
-
-
-def test_dora_without_adapters_is_refused() -> None:
-    machine = Machine("cpu", devices=1, world_size=1)
-    with pytest.raises(InvalidConfig, match=r"lora\.dora=true has no effect without adapters"):
-        resolve(small_job(("lora.dora", "true")), machine)

@@ -458,7 +458,7 @@ def test_a_load_balance_rate_without_effect_is_a_warning() -> None:
     keys = [("model.kind", "moe"), ("model.preset", "toy-moe"), ("lora.rank", "4")]
     assert not any("balance_rate" in text for text in planned(*keys))
     (warning,) = [text for text in planned(*keys, ("model.balance_rate", "0.1")) if "rate" in text]
-    assert "model.balance_rate=0.1 has no effect: the router is frozen" in warning
+    assert "model.balance_rate=0.1 has no effect: the routers are frozen" in warning
 
 
 def planned(*overrides: tuple[str, str]) -> tuple[str, ...]:

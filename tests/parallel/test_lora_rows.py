@@ -196,12 +196,6 @@ def test_plan_counts_trained_rows_and_tables(keys: str) -> None:
             "is also in lora.targets",
         ),
         ("lora.trainable_tokens=1,512", "lora.trainable_tokens=512 is not below model.vocab_size"),
-        (
-            f"{IDS} model.tied_embeddings=true lora.modules_to_save=embed_tokens",
-            r"lora.trainable_tokens=\[289,.*\] has no effect: embedding and head have adapters",
-        ),
-        ("lora.rank=0 lora.modules_to_save=embed_tokens", "has no effect without adapters"),
-        (f"lora.rank=0 {IDS}", "has no effect without adapters"),
     ],
 )
 def test_rules_of_trained_rows_and_tables(keys: str, rule: str) -> None:

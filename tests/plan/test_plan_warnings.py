@@ -5,45 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.small import sized_recipes
+from weft.config.keys import parse_condition
 from weft.config.reader import read_job
-from weft.config.schema import keys
 from weft.plan.devices import parse_cluster
+from weft.plan.needs import FACTS, key_facts, list_keys, list_settings
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
-from weft.plan.plan_warnings import EFFECT_RULES
 from weft.plan.resolve import resolve, resolve_nodes
-
-# Other commands read [launch] and run.cluster.  weft rejects parallel.async_tp, optim.state_dtype
-# and those of [lora] where they have no effect.
-ALWAYS_EFFECTIVE = frozenset(
-    f"{section}.{name}"
-    for section, names in {
-        "run": "dir device cluster",
-        "model": "path config kind preset",
-        "data": "path mixture validation_path format tokenizer add_tokens invalid_utf8 cache_dir",
-        "train": "steps epochs seed seq_len global_batch_size microbatch_size world_size_invariant "
-        "objective label_smoothing neftune_alpha",
-        "lora": "path rank targets modules_to_save trainable_tokens quantize dora",
-        "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
-        "warmup_steps groups qk_clip_threshold",
-        "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",
-        "precision": "compute_dtype float8",
-        "activation_checkpoint": "mode offload",
-        "compile": "enable",
-        "checkpoint": "interval async_save dir keep_latest local_dir final_save_timeout",
-        "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour "
-        "spot_notice lighthouse faults",
-        "monitor": "log_interval trackers layer_grad_norms prometheus webhook report spans "
-        "attention_logits",
-        "profile": "steps",
-        "debug": "layer_stats_steps deterministic autograd_anomaly",
-        "launch": "time_limit image setup mounts env secrets bucket instance_type region network "
-        "queue priority reservation topology node_labels tolerations exclude cpus memory "
-        "disk spot role subnets security_groups namespace kind pull_secrets labels "
-        "container price_per_gpu_hour options srun_options patch",
-    }.items()
-    for name in names.split()
-)
 
 PAIRS = "data.format=preferences"
 PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
@@ -54,6 +22,18 @@ ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))
 # has one.
 # fmt: off
 EXPERTS = "model.kind=moe model.preset=toy-moe parallel.ep=2"
+MOE = "model.kind=moe model.preset=toy-moe"
+COMPILED = "compile.enable=true"
+HEAD, LONGROPE = "model.head_dim=4", "model.rope_scaling=longrope"
+LONG = "model.rope_short_factors=[1,1] model.rope_long_factors=[1,1] model.head_dim=4"
+EXPERT_KEYS = [
+    ("active_experts=1", ""), ("expert_dim=32", ""), ("shared_experts=1", ""),
+    ("dense_layers=1", ""), ("expert_interval=2", ""), ("score=sigmoid", ""),
+    ("score_selected=true", ""), ("renormalize=false", ""), ("route_scale=2", ""),
+    ("expert_groups=2", ""), ("active_groups=2", "model.expert_groups=2"),
+    ("scaled_expert_inputs=true", ""), ("router_bias=true", ""), ("expert_biases=true", ""),
+    ("expert_limit=2", ""), ("router_aux_loss_coef=0.1", ""), ("router_z_loss_coef=0.1", ""),
+]
 CASES = [
     ("run.nproc_per_node=2", "", Machine("cpu", 4, world_size=4), "", 2),
     ("run.nodes=2", "", Machine("cpu", 4, world_size=4, local_world_size=4),
@@ -162,6 +142,44 @@ CASES = [
     ("pipeline.overlap_exchanges=false", "", 1, "model.kind=moe model.preset=toy-moe parallel.pp=2 "
      "parallel.dp_shard=2 parallel.ep=2 pipeline.schedule=DualPipeV", 4),
     ("parallel.etp=1", "parallel.tp=2", 2, "model.kind=moe model.preset=toy-moe parallel.tp=2", 2),
+    ("parallel.async_tp=true", "", ONE_H100, f"parallel.tp=2 {COMPILED}", H100),
+    ("parallel.cp_load_balance=documents", "parallel.cp=2", 2,
+     "parallel.cp=2 data.packing=documents", 2),
+    ("parallel.cp_load_balance=false", "parallel.cp=2 parallel.cp_method=ulysses", 2,
+     "parallel.cp=2", 2),
+    ("pipeline.layers_per_stage=4,4", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
+    ("lora.targets=q_proj", "", 1, "lora.rank=4", 1),
+    ("lora.modules_to_save=embed_tokens", "", 1, "lora.rank=4", 1),
+    ("lora.trainable_tokens=3", "", 1, "lora.rank=4", 1),
+    ("lora.trainable_tokens=3", "lora.rank=4 lora.targets=embed_tokens", 1, "lora.rank=4", 1),
+    ("lora.quantize=int8", "", 1, "lora.rank=4", 1),
+    ("lora.dora=true", "", 1, "lora.rank=4", 1),
+    ("lora.dropout=0.1", "", 1, "lora.rank=4", 1),
+    ("optim.qk_clip_threshold=50", "model.attention_softcap=30", 1, "", 1),
+    ("model.sliding_window=5", "", 1, "model.layer_pattern=LG", 1),
+    ("model.attention_chunk=5", "", 1, "model.layer_pattern=LG", 1),
+    ("model.rope_local_theta=300", "", 1, "model.layer_pattern=LG model.sliding_window=5", 1),
+    ("model.temperature_interval=4", "", 1, "model.rope_pattern=RN", 1),
+    ("model.temperature_scale=0.2", "", 1,
+     "model.rope_pattern=RN model.temperature_interval=4", 1),
+    ("model.q_rank=8", "", 1, "model.kv_rank=8 model.rope_head_dim=8 model.num_kv_heads=6", 1),
+    ("model.rope_head_dim=8", "", 1, "model.kv_rank=8 model.num_kv_heads=6", 1),
+    ("model.rope_factor=2", "model.rope_scaling=none", 1, "model.rope_scaling=linear", 1),
+    ("model.rope_low_freq_factor=2", "model.rope_scaling=yarn", 1, "model.rope_scaling=llama3", 1),
+    ("model.rope_high_freq_factor=5", "model.rope_scaling=yarn", 1, "model.rope_scaling=llama3",
+     1),
+    ("model.rope_original_context=64", "model.rope_scaling=linear", 1, "model.rope_scaling=yarn",
+     1),
+    ("model.rope_beta_fast=16", "model.rope_scaling=linear", 1, "model.rope_scaling=yarn", 1),
+    ("model.rope_beta_slow=2", "model.rope_scaling=linear", 1, "model.rope_scaling=yarn", 1),
+    ("model.rope_truncate=false", "model.rope_scaling=linear", 1, "model.rope_scaling=yarn", 1),
+    ("model.rope_magnitude=2", "model.rope_scaling=linear", 1, "model.rope_scaling=yarn", 1),
+    ("model.rope_short_factors=[1,1]", HEAD, 1, f"{LONGROPE} {LONG}", 1),
+    ("model.rope_long_factors=[1,1]", HEAD, 1, f"{LONGROPE} {LONG}", 1),
+    ("model.norm_bias=true", "", 1, "model.norm=layer", 1),
+    ("model.router_aux_loss_scope=global", MOE, 1, f"{MOE} model.router_aux_loss_coef=0.1", 1),
+    ("model.balance_rate=0.01", f"{MOE} lora.rank=4", 1, MOE, 1),
+    *((f"model.{pair}", "", 1, f"{MOE} {more}", 1) for pair, more in EXPERT_KEYS),
 ]
 # fmt: on
 
@@ -183,7 +201,7 @@ def test_key_without_effect_is_warned_of_and_one_with_effect_is_not(
         w for w in planned(f"{PLAIN} {idle} {key}", small_machine).warnings if "no effect" in w
     ]
     assert warning.startswith(f"{key.partition('=')[0]}=")
-    assert " has no effect: " in warning
+    assert " has no effect" in warning
     assert warning.endswith(".")
     assert "no effect" not in "\n".join(planned(f"{PLAIN} {acting} {key}", many).warnings)
 
@@ -202,13 +220,36 @@ def test_balance_that_cannot_be_exported_is_warned_of() -> None:
         assert any(text in each for each in plan.warnings) == is_warned, (kind, more)
 
 
-def test_every_key_has_an_effect_or_an_effect_rule() -> None:
-    assert set(EFFECT_RULES) | ALWAYS_EFFECTIVE == set(keys())
-    assert not set(EFFECT_RULES) & ALWAYS_EFFECTIVE
-    # pipeline.layers_per_stage is refused before any warning.
-    assert {case[0].partition("=")[0] for case in CASES} == set(EFFECT_RULES) - {
-        "pipeline.layers_per_stage"
-    }
+def test_every_condition_has_a_case() -> None:
+    conditional = {key for key in list_keys() if key_facts(key).needs}
+    assert {case[0].partition("=")[0] for case in CASES} == conditional
+
+
+@pytest.mark.parametrize("key", [key for key in list_keys() if key_facts(key).needs])
+def test_conditions_name_keys_and_facts(key: str) -> None:
+    facts = key_facts(key)
+    for condition in (facts.needs, *(facts.tries or {}).values()):
+        for term in parse_condition(condition):
+            assert term.name in (list_keys() if term.sign else FACTS)
+            assert all(each.name in list_keys() for each in list_settings(term))
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        ('{params=["*o_proj*"], lr_mult=0, beta1=0.5}', "beta1=0.5"),
+        ('{params=["*o_proj*"], momentum=0.5}', "momentum=0.5"),
+        ('{params=["*norm*"], optimizer="adamw"}', 'optimizer="adamw"'),
+        ('{params=["*o_proj*"], beta2=0.5}', ""),
+    ],
+)
+def test_option_of_a_group_without_effect_is_warned_of(group: str, text: str) -> None:
+    groups = f'[{group}, {{params=["*"], lr_mult=2}}]'
+    job, _, errors = read_job("demo", [("optim.groups", groups)])
+    assert errors == []
+    warnings = [w for w in resolve(job, Machine("cpu", 1)).warnings if "no effect" in w]
+    assert len(warnings) == bool(text)
+    assert all(w.startswith(text.replace('"', "")) for w in warnings)
 
 
 @pytest.mark.parametrize("recipe", [name for name in sized_recipes() if "405b" not in name])

@@ -11,10 +11,8 @@ import pytest
 from tests.tools.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
 from weft.config.errors import ConfigError
-from weft.config.schema import Job, keys, replace
-from weft.models.decoder_config import DecoderConfig
+from weft.config.schema import Job, replace
 from weft.tools.comparison_result import (
-    KEYS_WITHOUT_SPEED,
     ComparisonSettings,
     ComparisonSummary,
 )
@@ -31,11 +29,6 @@ def browser() -> Iterator[Browser]:
     started = Browser()
     yield started
     started.driver.quit()
-
-
-def test_keys_without_speed_exist() -> None:
-    fields = {f"model.{name}" for name in DecoderConfig.model_fields}
-    assert {*keys(), *fields} >= KEYS_WITHOUT_SPEED
 
 
 def compare_runs(directory: Path, count: int, repeats: int = 3) -> ComparisonSummary:

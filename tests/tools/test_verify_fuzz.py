@@ -21,23 +21,21 @@ from weft.checkpoint.load import load_checkpoint
 from weft.cli.main import main
 from weft.cli.verify_command import parse_layout
 from weft.config.schema import flatten
+from weft.plan.needs import list_keys
 from weft.plan.plan import Plan
 from weft.tools import verify as verify_module
 from weft.tools import verify_measure as measure
 from weft.tools.job_space import (
     BATCH,
-    EXCLUDED,
-    REQUIREMENTS,
     SIZES,
-    VALUES,
     RandomJob,
     candidate_values,
     draw_job,
-    exclusion_reason,
+    is_drawn,
     list_goals,
-    list_keys,
     list_techniques,
     make_case,
+    needed_settings,
     technique_name,
 )
 from weft.tools.verify import VerifyReport, read_recipe, verify
@@ -56,23 +54,35 @@ from weft.train.setup import Built
 # --------------------------------------------------------------------------- the space
 
 
-def test_space_every_key_is_drawn_or_excluded() -> None:
+def test_space_every_key_is_drawn_or_declares_that_it_is_not() -> None:
     for key in list_keys():
-        sized = key in BATCH or key.removeprefix("model.") in SIZES
-        known = [bool(exclusion_reason(key)), sized, not sized and bool(candidate_values(key))]
-        assert any(known), f"{key}: its type says nothing; see VALUES and EXCLUDED"
-        assert sum(known[:2]) <= 1, f"{key} is excluded and drawn"
+        is_sized = key in BATCH or key.removeprefix("model.") in SIZES
+        has_values = bool(candidate_values(key)) or not is_drawn(key)
+        assert is_sized or has_values, f"{key}: its type says nothing; declare the values to try"
 
 
-def test_space_tables_name_keys_that_exist() -> None:
-    for key in (
-        *VALUES,
-        *REQUIREMENTS,
-        *(name for needs in REQUIREMENTS.values() for name in needs),
-    ):
-        assert key.partition("=")[0] in list_keys()
-    for key in EXCLUDED:
-        assert any(name.startswith(key) for name in list_keys())
+def test_space_sets_what_a_key_needs() -> None:
+    assert needed_settings("lora.alpha", "8") == {"lora.rank": "2"}
+    assert needed_settings("train.simpo_gamma", "1") == {
+        "train.objective": "simpo",
+        "data.format": "preferences",
+    }
+    assert needed_settings("parallel.cp_load_balance", "documents") == {
+        "parallel.cp": "2",
+        "parallel.cp_method": "ring",
+        "data.packing": "documents",
+    }
+    assert needed_settings("pipeline.overlap_exchanges", "false") == {
+        "pipeline.schedule": "DualPipeV",
+        "parallel.pp": "2",
+        "model.kind": "moe",
+        "parallel.ep": "2",
+        "parallel.dp_shard": "2",
+    }
+    assert needed_settings("optim.lr", "1") == {}
+    for key in filter(is_drawn, list_keys()):
+        for text in candidate_values(key):
+            assert needed_settings(key, text).keys() <= list_keys().keys()
 
 
 def test_candidates_follow_from_the_type() -> None:
@@ -91,7 +101,7 @@ def test_draw_depends_on_seed_and_index_only() -> None:
 
 def test_draw_covers_techniques_and_layouts() -> None:
     """Draws cover every axis of the mesh and most goals, with at most 8 ranks."""
-    jobs = [draw_job(1, index, {}, 8) for index in range(40)]
+    jobs = [draw_job(1, index, {}, 8) for index in range(60)]
     remaining, pairs = 0, set()
     for job in jobs:
         names = {technique_name(key, text) for key, text in job.overrides.items()} & set(
@@ -99,7 +109,7 @@ def test_draw_covers_techniques_and_layouts() -> None:
         )
         remaining += set(job.goal) <= names
         pairs |= set(itertools.combinations(sorted(names), 2))
-    assert remaining > 25
+    assert remaining > 40
     assert len(pairs) > 500
     plans = [make_case(job.overrides, 8).plan for job in jobs]
     for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
@@ -107,7 +117,7 @@ def test_draw_covers_techniques_and_layouts() -> None:
     assert all(1 <= plan.world_size <= 8 for plan in plans)
     assert sum(plan.world_size > 2 for plan in plans) > 20
     assert {plan.model.num_experts > 0 for plan in plans} == {False, True}
-    assert 5 < sum(bool(job.resume) for job in jobs) < 25
+    assert 8 < sum(bool(job.resume) for job in jobs) < 36
     assert len(list_goals(1)) > 2000
 
 

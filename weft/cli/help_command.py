@@ -9,10 +9,9 @@ import shutil
 import textwrap
 from typing import Any
 
-from pydantic import BaseModel
-
 from weft.cli.command_parser import CommandParser, Commands, add_command
 from weft.config.errors import ConfigError, InvalidConfig, find_misspelled
+from weft.config.keys import Section, describe_facts
 from weft.config.peer_names import PROJECTS, describe_peer_name, load_peer_names
 from weft.config.reader import nearest_key
 from weft.config.schema import MOST, SECTIONS, keys
@@ -57,7 +56,7 @@ def run_help(options: argparse.Namespace) -> None:
             raise InvalidConfig([ConfigError("TOPIC", topic, rule, remedy)])
 
 
-def list_keys(section: str = "", fields: type[BaseModel] | None = None) -> str:
+def list_keys(section: str = "", fields: type[Section] | None = None) -> str:
     """Return every key with its default and description, as wide as the terminal.
 
     Args:
@@ -83,7 +82,7 @@ def list_keys(section: str = "", fields: type[BaseModel] | None = None) -> str:
 
 def find_keys(word: str) -> list[str]:
     """Return lines about the keys with a word in name, description or synonyms."""
-    kinds: dict[str, type[BaseModel]] = {
+    kinds: dict[str, type[Section]] = {
         f"{name}.{key}": kind for name, kind in SECTIONS.items() for key in kind.model_fields
     }
     kinds |= _model_keys()
@@ -140,19 +139,19 @@ def _indents(first: str, rest: str) -> dict[str, Any]:
     return {"initial_indent": first, "subsequent_indent": rest, "break_long_words": False}
 
 
-def _model_fields() -> type[BaseModel]:
+def _model_fields() -> type[Section]:
     """Return the class with the fields of the model families that weft configures."""
     from weft.models.decoder_config import DecoderConfig  # imports torch
 
     return DecoderConfig
 
 
-def _model_keys() -> dict[str, type[BaseModel]]:
+def _model_keys() -> dict[str, type[Section]]:
     """Return the keys of the model families that weft configures, with their class."""
     return {f"model.{field}": _model_fields() for field in _model_fields().model_fields}
 
 
-def describe_key(name: str, kind: type[BaseModel] | None = None) -> str:
+def describe_key(name: str, kind: type[Section] | None = None) -> str:
     """Return meaning, values and default of a key, and its names in other projects."""
     section, _, key = name.partition(".")
     kind = kind or SECTIONS[section]
@@ -164,6 +163,8 @@ def describe_key(name: str, kind: type[BaseModel] | None = None) -> str:
     width = shutil.get_terminal_size((100, 24)).columns
     text = [f"{field.description}"]
     text.append(f"Values: {describe_values(entry)}. Default: {json.dumps(field.default)}.")
+    if name.partition(".")[0] != "launch":
+        text.append(" ".join(describe_facts(kind, key)))
     names = load_peer_names().get(name, {})
     others = [f"{names[each]} ({title})" for each, title in PROJECTS.items() if each in names]
     if others:

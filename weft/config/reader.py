@@ -32,6 +32,7 @@ from weft.config.errors import (
     suggest,
     truncate_list,
 )
+from weft.config.keys import Section
 from weft.config.peer_configs import describe_peer_config, is_torchtitan
 from weft.config.peer_names import all_peer_names, describe_peer_name, load_peer_names
 from weft.config.run_paths import JOB_FILE, absolute_dir, is_run_file, resolve_run_paths
@@ -43,7 +44,6 @@ from weft.config.schema import (
     SECTIONS,
     Job,
     Name,
-    Section,
     Text,
     keys,
 )

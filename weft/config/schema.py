@@ -16,18 +16,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from weft.config.accelerators import GPU
 from weft.config.errors import MISSING
 from weft.config.files import expand_path
-
-
-class Section(BaseModel):
-    """A frozen group of keys.  Unknown keys, NaN and infinity are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
+from weft.config.keys import KeyFacts, Section, key
 
 Auto = Literal["auto"]
 
@@ -93,13 +87,10 @@ def _check_steps(text: str) -> str:
 Steps = Annotated[str, AfterValidator(_check_steps)]
 
 
-def key(default: Any, description: str, **rules: Any) -> Any:
-    """Define a key: its default, and the description in help and schema."""
-    return Field(default, description=description, **rules)
-
-
 class RunSection(Section):
     """Directory, nodes, processes and devices of a run."""
+
+    facts = KeyFacts(on_resume="free", tries={})
 
     dir: Text = key(
         "auto",
@@ -110,15 +101,18 @@ class RunSection(Section):
         "auto",
         "processes per node; auto: the largest number that divides train.global_batch_size, up to "
         "the number of GPUs; on a CPU up to the number of cores, and up to 4",
+        needs="sets_ranks_per_node",
     )
     nodes: Positive | Text = key(
         "auto",
         "number of nodes, or MIN:MAX for an elastic run; auto: from the environment (torchrun, "
         "Slurm, ...), else 1",
+        needs="sets_nodes",
     )
     rendezvous: Text = key(
         "auto",
         "rendezvous endpoint HOST:PORT of a run on several nodes; auto: from the environment",
+        needs="has_several_nodes",
     )
     device: Text = key(
         "auto",
@@ -158,6 +152,8 @@ CHANGEABLE_KEYS = (*POSITION_KEYS, "vocab_size")
 class ModelSection(Section):
     """Model family and size; more keys override fields of the configuration."""
 
+    facts = KeyFacts(on_resume="weights")
+
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     path: Name = key(
@@ -165,14 +161,16 @@ class ModelSection(Section):
         "model to train further, in place of all other model keys but vocab_size and those of "
         "positions (max_seq_len, rope_theta, ...): a Hugging Face directory, also at s3://, "
         "org/name on the Hub, or a weft run; its weights are imported at the first start",
+        tries=(),
     )
     config: Name = key(
         "",
         "config.json of model.path, for weft launch and weft plan on a machine that does not have "
         "model.path; the nodes read model.path itself",
+        tries=(),
     )
     kind: Text = key("llama", "model family, or module:attribute of your own")
-    preset: Name = key("toy", "named size of the family")
+    preset: Name = key("toy", "named size of the family", tries=())
 
     @property
     def full_name(self) -> str:
@@ -186,6 +184,8 @@ class ModelSection(Section):
 
 class DataSection(Section):
     """The training data and how it becomes sequences of tokens; see docs/data.md."""
+
+    facts = KeyFacts(tries={}, other_loss=True)
 
     path: Text = key(
         "python-stdlib",
@@ -202,6 +202,7 @@ class DataSection(Section):
         "text",
         "field or column that holds the text of a document; a.b: the field b of the object or "
         "struct a",
+        needs="data.format=text",
     )
     format: Literal["text", "chat", "preferences", "unpaired"] = key(
         "text",
@@ -209,6 +210,8 @@ class DataSection(Section):
         "and response; preferences: JSONL lines with prompt, chosen and rejected, for "
         "train.objective=dpo or reward; unpaired: JSONL lines with prompt, completion and label, "
         "for train.objective=kto",
+        on_resume="fixed",
+        tries={"chat": "", "preferences": "train.objective=dpo", "unpaired": "train.objective=kto"},
     )
     tokenizer: Text = key(
         "train", "path of a tokenizer.json, also at s3://; train: train one on the data"
@@ -217,46 +220,60 @@ class DataSection(Section):
         (),
         "tokens to add to the tokenizer, found in any text; a model of model.path gets rows for "
         "them, see docs/fine-tuning.md",
+        on_resume="weights",
     )
     add_special_tokens: tuple[Text, ...] = key(
         (),
         "the same for special tokens, which only a chat template writes: <|im_start|>,<|im_end|>",
+        needs="data.format!=text",
+        on_resume="weights",
     )
     start_token: Auto | bool = key(
         "auto",
         "start token before each document of text, such as <s>. auto: as the tokenizer adds it; "
         "true: always, the one that the tokenizer's files name; false: never",
+        needs="data.format=text",
+        tries=("true", "false"),
     )
     chat_template: Text = key(
         "auto",
         "Jinja file that formats a conversation, also at s3://; auto: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer",
+        needs="data.format!=text",
     )
     chat_template_args: dict[Text, Any] = key(
         {},
         "other variables of the chat template, also in weft generate and weft chat: "
         "enable_thinking=false",
+        needs="data.format!=text",
     )
     train_turns: Literal["all", "last"] = key(
         "all",
         "turns of the assistant that are trained. all: each; last: only the last one of a "
         "conversation",
+        needs="data.format!=text",
     )
     train_empty_reasoning: bool = key(
         True,
         "train the empty reasoning, such as <think></think>, that a template writes before an "
         "answer without one; false: it has no loss",
+        needs="data.format!=text",
     )
     fields: dict[Text, Text] = key(
         {},
         "names of the fields of conversations, where rows have others: messages=dialog, "
         "prompt=q,response=a, role=speaker,content=text; a.b: the field b of the object a",
+        needs="data.format!=text",
     )
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = key(
-        {}, "roles of messages, where rows have others than ShareGPT's: client=user,agent=assistant"
+        {},
+        "roles of messages, where rows have others than ShareGPT's: client=user,agent=assistant",
+        needs="data.format!=text",
     )
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=MOST)] = key(
-        4096, "vocabulary size of the tokenizer that data.tokenizer=train trains"
+        4096,
+        "vocabulary size of the tokenizer that data.tokenizer=train trains",
+        needs="data.tokenizer=train",
     )
     validation_path: Name = key(
         "",
@@ -265,7 +282,9 @@ class DataSection(Section):
         "part of the data, data.validation_fraction",
     )
     validation_fraction: Annotated[float, Field(ge=0, lt=0.5)] = key(
-        0.05, "fraction of the data in the validation set; 0: no validation set and no evaluation"
+        0.05,
+        "fraction of the data in the validation set; 0: no validation set and no evaluation",
+        needs="data.validation_path=",
     )
     packing: Literal["windows", "documents", "best_fit"] = key(
         "windows",
@@ -273,16 +292,23 @@ class DataSection(Section):
         "documents; documents: the same slices, with attention and loss only within a document; "
         "best_fit: like documents, but only a document longer than a sequence is split. "
         "Conversations always use best_fit and are never split: see data.overlong",
+        needs="data.format=text",
+        on_resume="fixed",
+        tries=("documents", "best_fit"),
     )
     shuffle_span_gib: Annotated[float, Field(ge=0)] = key(
         0.0,
         "GiB of tokens of all nodes together within which the sequences of text are shuffled, for "
         "a store in a bucket that exceeds data.node_cache_gib; 0: all tokens",
+        needs="data.format=text and data.packing!=best_fit",
+        on_resume="fixed",
     )
     overlong: Literal["error", "skip", "truncate"] = key(
         "error",
         "action on a conversation longer than train.seq_len. error: stop; skip: drop it; "
         "truncate: cut its end",
+        needs="data.format!=text",
+        on_resume="fixed",
     )
     invalid_utf8: Literal["error", "replace", "skip"] = key(
         "error",
@@ -293,16 +319,24 @@ class DataSection(Section):
         "auto",
         "directory of prepared data, or s3://bucket/prefix for nodes without a shared disk; auto: "
         "the user's cache directory",
+        on_resume="free",
+        other_loss=False,
     )
     node_cache_dir: Text = key(
         "auto",
         "directory of this node for the parts that it reads of a token store in a bucket; auto: "
         "the user's cache directory",
+        needs="reads_bucket",
+        on_resume="free",
+        other_loss=False,
     )
     node_cache_gib: Annotated[float, Field(gt=0)] | Auto = key(
         "auto",
         "limit of data.node_cache_dir, in GiB; the parts that were not used for longest are "
         "deleted; auto: 80% of the free space",
+        needs="reads_bucket",
+        on_resume="free",
+        other_loss=False,
     )
 
     @property
@@ -378,18 +412,31 @@ class TrainSection(Section):
     """The length of the run, its batches and its objective."""
 
     steps: Positive | Auto = key(
-        "auto", "optimizer steps of the whole run; auto: those of train.epochs, or 1000"
+        "auto",
+        "optimizer steps of the whole run; auto: those of train.epochs, or 1000",
+        on_resume="free",
+        tries=(),
+        same_speed=True,
     )
     epochs: Annotated[float, Field(ge=0, le=MOST)] = key(
-        0.0, "passes over the training data, in place of train.steps; 0: train.steps decides"
+        0.0,
+        "passes over the training data, in place of train.steps; 0: train.steps decides",
+        on_resume="free",
+        tries=(),
+        same_speed=True,
     )
-    seed: Seed = key(0, "seed of the initial weights and of the data order")
-    seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = key(1024, "sequence length, in tokens")
+    seed: Seed = key(
+        0, "seed of the initial weights and of the data order", on_resume="fixed", same_speed=True
+    )
+    seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = key(
+        1024, "sequence length, in tokens", on_resume="fixed"
+    )
     global_batch_size: Positive = key(64, "sequences per optimizer step, over all ranks")
     microbatch_size: Positive | Auto = key(
         "auto",
         "sequences per rank and forward pass; auto: the rank's share of the global batch; in a "
         "pipeline the largest size with at least 4 x parallel.pp microbatches",
+        on_resume="layout",
     )
     world_size_invariant: bool = key(
         False,
@@ -401,28 +448,72 @@ class TrainSection(Section):
         "next_token",
         "loss function: next_token; dpo, ipo, orpo, simpo or reward (with data.format="
         "preferences); kto (with data.format=unpaired); or module:function",
+        on_resume="fixed",
+        tries={
+            "dpo": "data.format=preferences",
+            "ipo": "data.format=preferences",
+            "orpo": "data.format=preferences",
+            "simpo": "data.format=preferences",
+            "reward": "data.format=preferences",
+            "kto": "data.format=unpaired",
+        },
+        other_loss=True,
     )
     preference_beta: Annotated[float, Field(gt=0)] | Auto = key(
         "auto",
         "dpo, ipo, kto: strength of the penalty for leaving the reference model; orpo: weight of "
         "the odds ratio; simpo: scale of the reward; auto: 0.1, simpo 2",
+        needs="train.objective=dpo|ipo|orpo|simpo|kto|module:function",
+        tries=("0.05", "0.5"),
+        other_loss=True,
+        same_speed=True,
     )
     preference_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = key(
-        0.0, "dpo, simpo: share of the pairs that count as labeled the wrong way round"
+        0.0,
+        "dpo, simpo: share of the pairs that count as labeled the wrong way round",
+        needs="train.objective=dpo|simpo|module:function",
+        tries=("0.1", "0.3"),
+        other_loss=True,
+        same_speed=True,
     )
     sft_weight: Annotated[float, Field(ge=0)] = key(
         0.0,
         "dpo, ipo, simpo: weight of the mean loss of the chosen answers' tokens, which is added; "
         "orpo has it with weight 1",
+        needs="train.objective=dpo|ipo|simpo|module:function",
+        tries=("0.3", "1"),
+        other_loss=True,
+        same_speed=True,
     )
     simpo_gamma: Annotated[float, Field(ge=0)] = key(
-        0.5, "simpo: margin of the reward by which a chosen answer has to be better"
+        0.5,
+        "simpo: margin of the reward by which a chosen answer has to be better",
+        needs="train.objective=simpo|module:function",
+        other_loss=True,
+        same_speed=True,
     )
     reward_center_coef: Annotated[float, Field(ge=0)] = key(
-        0.0, "reward: coefficient of the square of the sum of a pair's scores; 0: no such term"
+        0.0,
+        "reward: coefficient of the square of the sum of a pair's scores; 0: no such term",
+        needs="train.objective=reward|module:function",
+        tries=("0.1",),
+        other_loss=True,
+        same_speed=True,
     )
-    desirable_weight: Above0 = key(1.0, "kto: factor of the losses of good answers")
-    undesirable_weight: Above0 = key(1.0, "kto: factor of the losses of bad answers")
+    desirable_weight: Above0 = key(
+        1.0,
+        "kto: factor of the losses of good answers",
+        needs="train.objective=kto|module:function",
+        other_loss=True,
+        same_speed=True,
+    )
+    undesirable_weight: Above0 = key(
+        1.0,
+        "kto: factor of the losses of bad answers",
+        needs="train.objective=kto|module:function",
+        other_loss=True,
+        same_speed=True,
+    )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0,
         "next_token: part of the target's probability that is spread over the vocabulary, in "
@@ -434,17 +525,41 @@ class TrainSection(Section):
         "the document x model.dim); 0: none",
     )
     mtp_weight: Annotated[float, Field(gt=0)] = key(
-        0.3, "weight of the mean loss of the layers of multi-token prediction (model.mtp_layers)"
+        0.3,
+        "weight of the mean loss of the layers of multi-token prediction (model.mtp_layers)",
+        needs="model.mtp_layers>0",
+        same_speed=True,
     )
-    eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
-    eval_sequences: Positive = key(64, "validation sequences per evaluation")
+    eval_interval: NonNegative = key(
+        0,
+        "steps between evaluations; 0: only at the end",
+        needs="has_validation",
+        on_resume="free",
+        tries=(),
+    )
+    eval_sequences: Positive = key(
+        64,
+        "validation sequences per evaluation",
+        needs="has_validation",
+        on_resume="free",
+        tries=(),
+    )
     early_stopping: NonNegative = key(
         0,
         "evaluations in a row without an improvement of the validation metric (checkpoint.best; "
         "without it the validation loss) after which the run ends; 0: train all steps",
+        needs="train.eval_interval>0 and has_validation",
+        on_resume="free",
+        tries=(),
+        same_speed=True,
     )
     early_stopping_delta: Annotated[float, Field(ge=0)] = key(
-        0.0, "early_stopping: smallest change of the metric that counts as an improvement"
+        0.0,
+        "early_stopping: smallest change of the metric that counts as an improvement",
+        needs="train.early_stopping>0",
+        on_resume="free",
+        tries=(),
+        same_speed=True,
     )
 
     @property
@@ -465,44 +580,85 @@ class TrainSection(Section):
         return (0 if self.epochs else 1000) if self.steps == "auto" else self.steps
 
 
+# Keys of [lora] that an adapter of ``lora.path`` decides.
+ADAPTER_KEYS = ("rank", "alpha", "rank_stabilized", "targets", "dora")
+
+
 class LoraSection(Section):
     """Low-rank adapters beside frozen weights (LoRA, QLoRA); see docs/fine-tuning.md."""
+
+    facts = KeyFacts(on_resume="fixed")
 
     path: Name = key(
         "",
         "adapter of PEFT to train further, in place of rank, alpha, rank_stabilized, targets and "
         "dora: a directory, or org/name on the Hub; without model.path, its base model is trained",
+        on_resume="weights",
+        tries=(),
     )
-    rank: NonNegative = key(0, "rank of the adapters; 0: train all weights")
-    alpha: Annotated[float, Field(gt=0)] = key(16.0, "scale of the adapters: alpha / rank")
-    rank_stabilized: bool = key(False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
+    rank: NonNegative = key(0, "rank of the adapters; 0: train all weights", tries=("2", "3"))
+    alpha: Annotated[float, Field(gt=0)] = key(
+        16.0, "scale of the adapters: alpha / rank", needs="lora.rank>0", same_speed=True
+    )
+    rank_stabilized: bool = key(
+        False,
+        "scale the adapters by alpha / sqrt(rank) (rsLoRA)",
+        needs="lora.rank>0",
+        same_speed=True,
+    )
     targets: tuple[Text, ...] = key(
         (),
         "layers with adapters, by the end of their names, such as q_proj, experts.up_proj, "
         "embed_tokens or lm_head; empty: all linear layers of blocks",
+        needs="lora.rank>0",
+        tries=(
+            "q_proj,v_proj",
+            "o_proj,down_proj",
+            "k_proj",
+            "gate_proj,up_proj",
+            "experts.up_proj,o_proj",
+            "embed_tokens,q_proj",
+            "lm_head,up_proj",
+        ),
     )
     modules_to_save: tuple[Literal["embed_tokens", "lm_head", "score"], ...] = key(
         (),
         "embedding and head that are trained in full, beside the adapters; the score head of a "
         "reward model always is",
+        needs="lora.rank>0",
+        tries=("embed_tokens", "lm_head", "embed_tokens,lm_head"),
     )
     trainable_tokens: tuple[NonNegative, ...] | Auto = key(
         "auto",
         "ids of tokens whose rows in embedding and head are trained, too, unless these have "
         "adapters or are in modules_to_save; auto: the tokens that the run adds to the model",
+        needs="lora.rank>0 and has_frozen_tables",
+        tries=("256", "3,17,101,200"),
     )
     quantize: Literal["none", "int8", "nf4"] = key(
         "none",
         "storage of the blocks' frozen weights, with one scale per 64 numbers (nf4: QLoRA); none: "
         "the compute dtype",
+        needs="lora.rank>0",
     )
     lr_ratio: Annotated[float, Field(gt=0)] = key(
-        1.0, "learning rate of the matrices B, as a multiple of optim.lr (LoRA+)"
+        1.0,
+        "learning rate of the matrices B, as a multiple of optim.lr (LoRA+)",
+        needs="lora.rank>0 and has_matrices_b",
+        on_resume="branch",
+        tries=("4",),
+        same_speed=True,
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.0, "fraction of the adapters' inputs that training sets to 0; not those of the embedding"
+        0.0,
+        "fraction of the adapters' inputs that training sets to 0; not those of the embedding",
+        needs="lora.rank>0 and adapts_blocks",
+        on_resume="branch",
+        tries=("0.2",),
     )
-    dora: bool = key(False, "also train the length of each row of an adapted matrix (DoRA)")
+    dora: bool = key(
+        False, "also train the length of each row of an adapted matrix (DoRA)", needs="lora.rank>0"
+    )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -542,46 +698,78 @@ class OptimGroup(Section):
         return options | {name: values[name] for name in values.keys() - {"params", "optimizer"}}
 
 
+GROUPS_TO_TRY = {
+    '[{params=["*_proj*"], lr_mult=3, weight_decay=0.3}]': "",
+    '[{params=["layers.0.*"], lr_mult=0.3}, {params=["*"], lr_mult=2, weight_decay=0}]': "",
+    '[{params=["*norm*", "embed*"], lr_mult=0.5, weight_decay=0.5, beta1=0.5, beta2=0.8}]': "",
+    '[{params=["*norm*", "embed*", "*.k_proj*", "layers.0.*up_proj*"], lr_mult=0}]': "",
+    '[{params=["*o_proj*"], optimizer="adamw", beta2=0.9}, {params=["*"], momentum=0.8}]': (
+        "optim.name=muon"
+    ),
+}
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    name: Name = key("adamw", "optimizer: adamw, muon, or module:function")
+    name: Name = key(
+        "adamw", "optimizer: adamw, muon, or module:function", on_resume="fixed", tries=("muon",)
+    )
     state_dtype: Literal["float32", "bfloat16", "8bit"] = key(
         "float32",
         "adamw and muon: dtype of the moments; 8bit applies to the blocks' matrices, the rest "
         "stays float32",
     )
-    momentum: Fraction = key(0.95, "muon: momentum decay")
-    lr: Above0 = key(3e-4, "peak learning rate")
-    beta1: Fraction = key(0.9, "decay of the first moment")
-    beta2: Fraction = key(0.95, "decay of the second moment")
-    eps: Above0 = key(1e-8, "term added to the denominator")
+    momentum: Fraction = key(
+        0.95, "muon: momentum decay", needs="optim.name=muon|module:function", same_speed=True
+    )
+    lr: Above0 = key(3e-4, "peak learning rate", same_speed=True)
+    beta1: Fraction = key(0.9, "decay of the first moment", same_speed=True)
+    beta2: Fraction = key(0.95, "decay of the second moment", same_speed=True)
+    eps: Above0 = key(1e-8, "term added to the denominator", same_speed=True)
     weight_decay: Annotated[float, Field(ge=0)] = key(
-        0.1, "decoupled weight decay of matrices; norms and embeddings have none"
+        0.1, "decoupled weight decay of matrices; norms and embeddings have none", same_speed=True
     )
     max_grad_norm: Annotated[float, Field(ge=0)] = key(
-        1.0, "global gradient norm above which gradients are clipped; 0: no clipping"
+        1.0,
+        "global gradient norm above which gradients are clipped; 0: no clipping",
+        tries=("0", "0.5", "1.5"),
     )
     qk_clip_threshold: Annotated[float, Field(ge=0)] = key(
         0.0,
         "QK-clip: attention logit of a head above which its query and key weights are scaled down "
         "after the step (Kimi K2: 100); computes the logits once more in forward; 0: off",
+        needs="can_clip_logits",
+        tries=("0.003", "0.02"),
     )
     schedule: Name = key(
-        "wsd", "learning-rate schedule after warmup: wsd, cosine, linear, or module:function"
+        "wsd",
+        "learning-rate schedule after warmup: wsd, cosine, linear, or module:function",
+        tries=("cosine", "linear"),
+        same_speed=True,
     )
     warmup_steps: NonNegative | Auto = key(
-        "auto", "steps of linear warmup; auto: a tenth of all steps, at most 100"
+        "auto",
+        "steps of linear warmup; auto: a tenth of all steps, at most 100",
+        tries=("0", "1"),
+        same_speed=True,
     )
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = key(
-        0.2, "wsd: fraction of the steps after warmup in which the learning rate decays"
+        0.2,
+        "wsd: fraction of the steps after warmup in which the learning rate decays",
+        needs="optim.schedule=wsd|module:function",
+        same_speed=True,
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.1,
         "final learning rate, as a fraction of the peak; a schedule module:function decides itself",
+        needs="decays_lr",
+        same_speed=True,
     )
     groups: tuple[OptimGroup, ...] = key(
-        (), "parameters with other options, as tables [[optim.groups]]; the first match applies"
+        (),
+        "parameters with other options, as tables [[optim.groups]]; the first match applies",
+        tries=GROUPS_TO_TRY,
     )
 
     def group_of(self, name: str) -> int:
@@ -597,78 +785,117 @@ class OptimSection(Section):
 class ParallelSection(Section):
     """Degrees of parallelism; the product of all but ep is the number of ranks."""
 
-    dp_replicate: Positive = key(1, "replicas of the sharded model (HSDP)")
+    facts = KeyFacts(on_resume="layout")
+
+    dp_replicate: Positive = key(1, "replicas of the sharded model (HSDP)", tries=("2", "3"))
     dp_shard: Positive | Literal["auto", "fit"] = key(
         "auto",
         "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). fit: the "
         "fewest ranks whose memory holds the model, the rest replicate (MiCS); auto: all remaining "
         "ranks; on a CPU, if run.nproc_per_node and all keys of this section have their defaults, "
         "the same as fit",
+        tries=("2", "3", "4"),
     )
-    tp: Positive = key(1, "tensor-parallel degree")
-    pp: Positive = key(1, "pipeline-parallel degree")
-    cp: Positive = key(1, "context-parallel degree")
+    tp: Positive = key(1, "tensor-parallel degree", tries=("2", "3", "4"))
+    pp: Positive = key(1, "pipeline-parallel degree", tries=("2", "3", "4"))
+    cp: Positive = key(1, "context-parallel degree", tries=("2", "3", "4"))
     ep: Positive = key(
-        1, "expert-parallel degree; divides dp_shard x cp, or with etp=1 dp_shard x cp x tp"
+        1,
+        "expert-parallel degree; divides dp_shard x cp, or with etp=1 dp_shard x cp x tp",
+        tries={
+            "2": "has_experts and parallel.dp_shard>1",
+            "4": "has_experts and parallel.dp_shard>1",
+        },
     )
     etp: Literal["tp"] | Positive = key(
         "tp",
         "tensor-parallel degree of experts. tp: split the width of each expert over the tp ranks; "
         "1: keep experts whole, and split the tokens of a sequence over the tp ranks instead",
+        needs="splits_no_experts",
+        tries={"1": "has_experts and parallel.tp>1"},
     )
     ep_dispatch: Text = key(
         "alltoall",
         "ep: exchange of tokens. alltoall: of exact numbers, which the host waits for once per "
         "layer; padded: of buffers of a fixed size, without a wait; or module:Name of your own",
+        needs="has_experts and parallel.ep>1",
+        tries=("padded",),
     )
     ep_capacity_factor: Annotated[float, Field(ge=1)] = key(
         2.0,
         "ep_dispatch=padded: size of the buffers, relative to perfectly balanced experts; a step "
         "that needs more is computed again with exact numbers",
+        needs="has_experts and parallel.ep>1 and parallel.ep_dispatch=padded|module:function",
+        tries=("1", "1.3", "9"),
     )
     ep_chunks: Positive = key(
         1,
         "ep: parts of a layer's experts; the tokens of one part travel while another computes",
+        needs="has_experts and parallel.ep>1",
+        tries=("2", "3"),
     )
-    sequence_parallel: bool = key(True, "tp: shard activations between matmuls along the sequence")
-    async_tp: bool = key(False, "tp: overlap communication with matmuls (SymmetricMemory)")
+    sequence_parallel: bool = key(
+        True, "tp: shard activations between matmuls along the sequence", needs="parallel.tp>1"
+    )
+    async_tp: bool = key(
+        False,
+        "tp: overlap communication with matmuls (SymmetricMemory)",
+        needs="parallel.tp>1",
+        tries=(),
+    )
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
         "cp: attention across ranks. ring: pass keys and values around; allgather: gather keys "
         "and values; ulysses: exchange heads for tokens",
+        needs="parallel.cp>1",
     )
     cp_load_balance: bool | Literal["documents"] = key(
         True,
         "cp: tokens of a rank. true: a chunk from the head and one from the tail of each sequence; "
         "documents: tokens with equal attention inside the documents; false: a contiguous slice",
+        needs="parallel.cp>1 and balances_tokens",
+        tries={"false": "", "documents": "data.packing=documents"},
     )
     mesh_order: Literal["pipeline-outer", "replica-outer"] = key(
         "pipeline-outer",
         "outermost axis of the device mesh. pipeline-outer: the ranks of a stage are neighbors; "
         "replica-outer: the ranks of a replica are neighbors",
+        needs="parallel.pp>1 and parallel.dp_replicate>1",
     )
     reshard_after_forward: Literal["auto", "always", "never"] | Positive = key(
         "auto",
         "parameters after forward. always: reshard (ZeRO-3); never: keep unsharded (ZeRO-1 or "
         "ZeRO-2: see gradient_sync); a number: reshard over that many ranks; auto: never in a "
         "pipeline, else always",
+        needs="gathers_params",
+        tries={"always": "", "never": "", "2": "parallel.dp_shard=4"},
     )
     gradient_sync: Literal["auto", "microbatch", "step"] = key(
         "auto",
         "gradient reduction. microbatch: reduce-scatter each microbatch, all-reduce replicas once "
         "a step; step: accumulate unsharded gradients and reduce once; auto: step if parameters "
         "stay unsharded or a rank's unsharded gradients take less than 2 GiB, else microbatch",
+        needs="reduces_often",
     )
     hierarchical_gather: bool = key(
-        False, "all-gather parameters across nodes first, then inside each node"
+        False,
+        "all-gather parameters across nodes first, then inside each node",
+        needs="gathers_over_nodes",
     )
     symmetric_memory: bool = key(
-        False, "communicate parameters and gradients through memory that a node's GPUs share"
+        False,
+        "communicate parameters and gradients through memory that a node's GPUs share",
+        needs="shards_params",
+        tries=(),
     )
-    fsdp_prefetch: NonNegative = key(1, "blocks whose parameters are gathered ahead of use")
+    fsdp_prefetch: NonNegative = key(
+        1, "blocks whose parameters are gathered ahead of use", needs="shards_params"
+    )
     param_persistence_threshold: NonNegative = key(
         0,
         "elements below which a parameter stays unsharded from its first use to the end of a step",
+        needs="reshards_params",
+        tries=("1", "70", "100000"),
     )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
 
@@ -676,6 +903,12 @@ class ParallelSection(Section):
     def ep_padding(self) -> float:
         """Size of the buffers of experts, relative to balance; 1: exact numbers of tokens."""
         return self.ep_capacity_factor if self.ep_dispatch == "padded" else 1.0
+
+    @property
+    def cp_split(self) -> bool | Literal["documents"]:
+        """``cp_load_balance``; with ulysses, where ranks attend equally, true for documents."""
+        is_ulysses = self.cp_method == "ulysses"
+        return bool(self.cp_load_balance) if is_ulysses else self.cp_load_balance
 
     @property
     def has_whole_experts(self) -> bool:
@@ -696,29 +929,49 @@ class ParallelSection(Section):
 class PipelineSection(Section):
     """The pipeline schedule and the split into stages."""
 
+    facts = KeyFacts(on_resume="layout")
+
     schedule: Text = key(
         "1F1B",
         "pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
         "ZBVZeroBubble, DualPipeV, or the path of a .csv file",
+        needs="parallel.pp>1",
+        tries=(
+            "GPipe",
+            "Interleaved1F1B",
+            "LoopedBFS",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        ),
     )
     stages_per_rank: Positive | Auto = key(
-        "auto", "stages per rank; auto: what the schedule needs, or 2 if it allows several"
+        "auto",
+        "stages per rank; auto: what the schedule needs, or 2 if it allows several",
+        needs="allows_stages_per_rank and parallel.pp>1",
     )
     balance: Literal["speed", "memory"] = key(
         "speed",
         "objective of the split. speed: the slowest stage is as fast as possible; memory: the "
         "largest stage is as small as possible",
+        needs="parallel.pp>1 and pipeline.layers_per_stage=",
     )
     layers_per_stage: tuple[NonNegative, ...] = key(
-        (), "layers of each stage, first to last; empty: split by pipeline.balance"
+        (),
+        "layers of each stage, first to last; empty: split by pipeline.balance",
+        needs="parallel.pp>1",
+        tries=("any",),
     )
     defer_weight_gradients: bool = key(
         True,
         "schedules with input and weight passes (zero bubble, DualPipeV): compute the gradients of "
         "weights later, in gaps of the schedule; false: at once, which keeps less memory",
+        needs="defers_weight_gradients",
     )
     overlap_exchanges: bool = key(
-        True, "DualPipeV: one microbatch computes while another exchanges tokens with experts"
+        True,
+        "DualPipeV: one microbatch computes while another exchanges tokens with experts",
+        needs="has_experts and overlaps_exchanges",
     )
 
 
@@ -728,33 +981,57 @@ class PrecisionSection(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "dtype of forward and backward; auto: bfloat16 on accelerators, float32 on cpu"
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
+    reduce_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype of the gradient reduction", needs="reduces_in_fsdp"
+    )
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(
         "none",
         "float8 matmuls of the blocks, by the elements that share a scale. tensorwise: a "
         "matrix; rowwise: a row; rowwise_with_gw_hp: a row, weight gradients in high precision; "
         "mxfp8: 32 elements; needs weft[torchao]",
+        tries={
+            "tensorwise": "precision.float8_small=true",
+            "rowwise": "precision.float8_small=true",
+            "rowwise_with_gw_hp": "precision.float8_small=true",
+            "mxfp8": "precision.float8_small=true",
+        },
     )
     float8_exclude: tuple[Text, ...] = key(
-        (), "float8: name patterns of matrices that stay in high precision, such as *.o_proj"
+        (),
+        "float8: name patterns of matrices that stay in high precision, such as *.o_proj",
+        needs="precision.float8!=none",
+        tries=("*.o_proj", "*.down_proj,*.q_proj"),
     )
-    float8_small: bool = key(False, "float8: convert matrices that are too small to get faster")
+    float8_small: bool = key(
+        False,
+        "float8: convert matrices that are too small to get faster",
+        needs="precision.float8!=none",
+        tries=(),
+    )
 
 
 class ActivationCheckpointSection(Section):
     """Recomputation and offload of activations; see docs/speed.md."""
+
+    facts = KeyFacts(on_resume="layout")
 
     mode: Literal["none", "full", "selective", "budget"] = key(
         "none",
         "activation checkpointing of the blocks. full: recompute every block; selective: "
         "recompute cheap operators; budget: fit a memory budget",
     )
-    every_n_layers: Positive = key(1, "checkpoint every n-th block only")
+    every_n_layers: Positive = key(
+        1, "checkpoint every n-th block only", needs="activation_checkpoint.mode!=none"
+    )
     recompute_every_n_matmuls: NonNegative = key(
-        2, "selective: recompute every n-th matmul; 0: none"
+        2,
+        "selective: recompute every n-th matmul; 0: none",
+        needs="activation_checkpoint.mode=selective",
     )
     memory_budget: Annotated[float, Field(ge=0, le=1)] = key(
-        0.5, "budget: fraction of the activation memory that may be kept"
+        0.5,
+        "budget: fraction of the activation memory that may be kept",
+        needs="activation_checkpoint.mode=budget",
     )
     offload: bool = key(
         False,
@@ -762,7 +1039,9 @@ class ActivationCheckpointSection(Section):
         "blocks' inputs",
     )
     offload_prefetch: Positive = key(
-        1, "offload: blocks whose activations are loaded, or stay on the device, ahead of use"
+        1,
+        "offload: blocks whose activations are loaded, or stay on the device, ahead of use",
+        needs="activation_checkpoint.offload=true",
     )
 
     @property
@@ -792,21 +1071,29 @@ class ActivationCheckpointSection(Section):
 class CompileSection(Section):
     """Compilation of each block with torch.compile; see docs/speed.md."""
 
-    enable: bool = key(False, "compile each block with torch.compile")
+    facts = KeyFacts(on_resume="free", tries={})
+
+    enable: bool = key(
+        False, "compile each block with torch.compile", on_resume="layout", tries=("true",)
+    )
     cache_dir: Text = key(
         "auto",
         "directory of compiled code, reused by the next start; auto: in the temporary directory of "
         "each node",
+        needs="compile.enable=true",
     )
     cuda_graphs: bool = key(
         False,
         "replay forward and backward of a microbatch from a CUDA graph: small models do not wait "
         "for the host. Documents then need FlexAttention",
+        needs="runs_on_gpu",
     )
 
 
 class CheckpointSection(Section):
     """When and where a run saves its state; see docs/reliability.md."""
+
+    facts = KeyFacts(on_resume="free", tries={})
 
     interval: NonNegative | Auto = key(
         100,
@@ -814,7 +1101,9 @@ class CheckpointSection(Section):
         "time, from the measured cost of a checkpoint and checkpoint.mtbf_hours",
     )
     mtbf_hours: Annotated[float, Field(gt=0)] = key(
-        24.0, "interval=auto: mean time between failures of the whole job, in hours"
+        24.0,
+        "interval=auto: mean time between failures of the whole job, in hours",
+        needs="checkpoint.interval=auto",
     )
     async_save: bool = key(True, "write checkpoints in the background while training continues")
     dir: Text = key(
@@ -827,18 +1116,22 @@ class CheckpointSection(Section):
         "metric of the validation set, such as eval_loss or reward_accuracy: the run also saves "
         "after an evaluation that improves it, and keeps the checkpoint with the best value in "
         "addition to keep_latest; off: none",
+        needs="train.eval_interval>0 and has_validation",
     )
     best_mode: Literal["auto", "min", "max"] = key(
         "auto",
         "best value of the metric; auto: min for losses (mtp_loss/1 too), chosen_nll, kl and "
         "reward_rejected, else max",
+        needs="checkpoint.best!=off",
     )
     local_dir: Text = key(
         "off",
         "node-local directory for the newest state, such as /dev/shm (takes twice the state in "
         "memory) or a local disk; off: none",
     )
-    local_interval: Positive = key(10, "steps between node-local saves")
+    local_interval: Positive = key(
+        10, "steps between node-local saves", needs="checkpoint.local_dir!=off"
+    )
     final_save_timeout: Annotated[float, Field(ge=0)] = key(
         3600.0,
         "seconds for which a last save that fails is retried, before the state is saved in any "
@@ -877,6 +1170,8 @@ class Fault(Section):
 class ResilienceSection(Section):
     """Failures, hangs and restarts; see docs/reliability.md."""
 
+    facts = KeyFacts(on_resume="free", tries={})
+
     time_limit: Annotated[float, Field(ge=0)] = key(
         0.0, "seconds of training after which the run saves and exits with status 75; 0: no limit"
     )
@@ -885,18 +1180,30 @@ class ResilienceSection(Section):
         "action on a NaN or Inf loss or gradient norm. stop: end the run; skip: skip the update; "
         "rewind: load the last checkpoint and skip the samples since; skip and rewind also act "
         "on spikes",
+        on_resume="branch",
     )
     max_anomalies: Positive = key(
-        10, "skipped steps in a row, or rewinds to one checkpoint, before the run stops"
+        10,
+        "skipped steps in a row, or rewinds to one checkpoint, before the run stops",
+        needs="resilience.on_anomaly!=stop",
+        on_resume="branch",
     )
     spike_threshold: Annotated[float, Field(gt=0)] = key(
-        10.0, "robust standard deviations above the median that count as a spike"
+        10.0,
+        "robust standard deviations above the median that count as a spike",
+        needs="resilience.on_anomaly!=stop",
+        on_resume="branch",
     )
     spike_window: Annotated[int, Field(ge=4, le=10_000)] = key(
-        128, "accepted steps that define the median; spikes are detected once half are there"
+        128,
+        "accepted steps that define the median; spikes are detected once half are there",
+        needs="resilience.on_anomaly!=stop",
+        on_resume="branch",
     )
     replica_check: NonNegative = key(
-        100, "steps between comparisons of the replicas, also made before each save; 0: never"
+        100,
+        "steps between comparisons of the replicas, also made before each save; 0: never",
+        needs="has_replicas",
     )
     step_timeout: Annotated[float, Field(ge=0)] | Auto = key(
         "auto",
@@ -922,7 +1229,9 @@ class ResilienceSection(Section):
         "HOST:PORT of torchft's lighthouse, for replica groups that fail independently; needs "
         "weft[torchft]; none: no replica groups",
     )
-    faults: tuple[Fault, ...] = key((), "faults to inject, as tables [[resilience.faults]]")
+    faults: tuple[Fault, ...] = key(
+        (), "faults to inject, as tables [[resilience.faults]]", on_resume="branch"
+    )
 
     @property
     def has_replica_groups(self) -> bool:
@@ -932,6 +1241,8 @@ class ResilienceSection(Section):
 
 class MonitorSection(Section):
     """Metrics, trackers and reports; see docs/observing.md."""
+
+    facts = KeyFacts(on_resume="free", tries={})
 
     log_interval: Positive = key(10, "steps between logged metrics")
     trackers: tuple[Text, ...] = key(
@@ -944,12 +1255,15 @@ class MonitorSection(Section):
         False, "log the largest attention logit of each layer; computes the logits once more"
     )
     router_metrics: bool = key(
-        False, "log load, entropy and effect of the load-balance bias of each router of experts"
+        False,
+        "log load, entropy and effect of the load-balance bias of each router of experts",
+        needs="has_experts",
     )
     eval_prompts: tuple[Name, ...] = key(
         (),
         "texts that the model continues by up to 64 tokens at every evaluation, for events.jsonl, "
         "the terminal and the report; with an empty text it begins a document",
+        needs="has_validation",
     )
     prometheus: Text = key(
         "off",
@@ -968,12 +1282,16 @@ class MonitorSection(Section):
 class ProfileSection(Section):
     """Profiles by torch.profiler; see docs/observing.md."""
 
+    facts = KeyFacts(on_resume="free", tries={})
+
     steps: Steps = key("", "steps to profile, into traces/: 10, or 10-12; empty: none")
-    memory: bool = key(False, "record memory allocations, too")
+    memory: bool = key(False, "record memory allocations, too", needs="profile.steps!=")
 
 
 class DebugSection(Section):
     """Tools that find the cause of a wrong loss; see docs/debugging.md."""
+
+    facts = KeyFacts(on_resume="free", tries={})
 
     layer_stats_steps: Steps = key(
         "",
@@ -1010,6 +1328,8 @@ class LaunchSection(Section):
     Keys that a kind of cluster cannot use are reported when the job is launched.  Other fields of a
     manifest or request come from the file of ``launch.patch``.
     """
+
+    facts = KeyFacts(on_resume="free", tries={})
 
     time_limit: Text = key(
         "1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS"

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.config.schema import NonNegative, Positive, Section, key
+from weft.config.keys import KeyFacts, Section, key
+from weft.config.schema import NonNegative, Positive
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -27,6 +28,8 @@ MAX_VOCAB_SIZE = 1 << 22
 class DecoderConfig(Section):
     """Keys of a decoder; defaults: Llama 3.1 8B."""
 
+    facts = KeyFacts(on_resume="weights")
+
     num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = key(32, "transformer blocks")
     dim: Positive = key(4096, "width of the residual stream")
     num_heads: Positive = key(32, "query heads")
@@ -40,9 +43,12 @@ class DecoderConfig(Section):
         False,
         "one score per token in place of logits, as in a reward model; train.objective=reward sets "
         "it",
+        tries=(),
     )
     mtp_layers: Annotated[int, Field(ge=0, le=MAX_MTP_LAYERS)] = key(
-        0, "layers of multi-token prediction, for training: layer k predicts the token k + 1 ahead"
+        0,
+        "layers of multi-token prediction, for training: layer k predicts the token k + 1 ahead",
+        tries=("1", "2"),
     )
 
     # Attention.
@@ -54,81 +60,138 @@ class DecoderConfig(Section):
         "all heads; unit: of each head, without weight, after the rotation (Llama 4)",
     )
     attention_scale: NonNegativeFloat = key(
-        0.0, "factor of the attention scores; 0: 1 / sqrt(width of a head)"
+        0.0, "factor of the attention scores; 0: 1 / sqrt(width of a head)", tries=("0.2",)
     )
     attention_softcap: NonNegativeFloat = key(
-        0.0, "limit c of the scores, as c * tanh(score / c); 0: no limit"
+        0.0, "limit c of the scores, as c * tanh(score / c); 0: no limit", tries=("2",)
     )
     attention_sinks: bool = key(
         False, "one learned logit per head in the denominator of the softmax (gpt-oss)"
     )
     layer_pattern: LayerPattern = key(
-        "G", "attention of each layer, repeated. G: all earlier tokens; L: local ones"
+        "G",
+        "attention of each layer, repeated. G: all earlier tokens; L: local ones",
+        tries={
+            "L": "has_window",
+            "LG": "has_window",
+            "LLG": "has_window",
+        },
     )
     sliding_window: NonNegative = key(
-        0, "tokens that a query of a local layer sees, itself included; 0: no limit"
+        0,
+        "tokens that a query of a local layer sees, itself included; 0: no limit",
+        needs="has_local_layers",
+        tries=("1", "3", "9"),
     )
     attention_chunk: NonNegative = key(
-        0, "tokens of the chunks that local layers do not see beyond (Llama 4); 0: no chunks"
+        0,
+        "tokens of the chunks that local layers do not see beyond (Llama 4); 0: no chunks",
+        needs="has_local_layers",
+        tries=("3", "8"),
     )
     temperature_interval: NonNegative = key(
-        0, "tokens per step of the query scale of layers without positions (Llama 4); 0: none"
+        0,
+        "tokens per step of the query scale of layers without positions (Llama 4); 0: none",
+        needs="has_layers_without_positions",
+        tries=("4",),
     )
-    temperature_scale: NonNegativeFloat = key(0.1, "factor of the logarithm in that scale")
+    temperature_scale: NonNegativeFloat = key(
+        0.1, "factor of the logarithm in that scale", needs="model.temperature_interval>0"
+    )
     # Multi-head latent attention (arXiv:2405.04434, section 2.1).
     kv_rank: NonNegative = key(
-        0, "width of the latent vector of keys and values; 0: grouped-query attention"
+        0,
+        "width of the latent vector of keys and values; 0: grouped-query attention",
+        tries=("6", "9"),
     )
-    q_rank: NonNegative = key(0, "width of the latent vector of queries; 0: no such vector")
+    q_rank: NonNegative = key(
+        0, "width of the latent vector of queries; 0: no such vector", needs="has_latent_attention"
+    )
     rope_head_dim: NonNegative = key(
-        0, "part of head_dim with rotary positions, of a key that all heads share"
+        0,
+        "part of head_dim with rotary positions, of a key that all heads share",
+        needs="has_latent_attention",
     )
     value_head_dim: NonNegative = key(0, "width of a head's value; 0: as the key")
 
     # Rotary positions.
-    rope_theta: PositiveFloat = key(500000.0, "base of the rotary wavelengths")
+    rope_theta: PositiveFloat = key(500000.0, "base of the rotary wavelengths", same_speed=True)
     rope_local_theta: NonNegativeFloat = key(
-        0.0, "base in local layers, without scaling; 0: as in global layers"
+        0.0,
+        "base in local layers, without scaling; 0: as in global layers",
+        needs="has_local_layers",
+        tries=("300",),
     )
-    rope_pattern: RopePattern = key("R", "positions of each layer, repeated. R: rotary; N: none")
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = key(1.0, "part of a head that is rotated")
+    rope_pattern: RopePattern = key(
+        "R", "positions of each layer, repeated. R: rotary; N: none", tries=("RN", "RRN")
+    )
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = key(
+        1.0, "part of a head that is rotated", tries=("0.5",)
+    )
     rope_interleaved: bool = key(
         False, "rotate elements 2j and 2j + 1, instead of j and j + half of the width"
     )
     rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = key(
         "llama3", "scaling of the rotary frequencies to a longer context, as in transformers"
     )
-    rope_factor: Annotated[float, Field(ge=1)] = key(8.0, "scaling factor of the context length")
+    rope_factor: Annotated[float, Field(ge=1)] = key(
+        8.0,
+        "scaling factor of the context length",
+        needs="model.rope_scaling=llama3|linear|dynamic|yarn",
+    )
     rope_low_freq_factor: PositiveFloat = key(
-        1.0, "llama3: rotations per original context below which a frequency is scaled fully"
+        1.0,
+        "llama3: rotations per original context below which a frequency is scaled fully",
+        needs="model.rope_scaling=llama3",
     )
     rope_high_freq_factor: PositiveFloat = key(
-        4.0, "llama3: rotations per original context above which a frequency is unchanged"
+        4.0,
+        "llama3: rotations per original context above which a frequency is unchanged",
+        needs="model.rope_scaling=llama3",
     )
-    rope_original_context: Positive = key(8192, "context length before scaling, in tokens")
+    rope_original_context: Positive = key(
+        8192,
+        "context length before scaling, in tokens",
+        needs="model.rope_scaling=llama3|dynamic|yarn|longrope",
+        tries=("8",),
+    )
     rope_beta_fast: PositiveFloat = key(
-        32.0, "yarn: rotations per original context above which a frequency is unchanged"
+        32.0,
+        "yarn: rotations per original context above which a frequency is unchanged",
+        needs="model.rope_scaling=yarn",
     )
     rope_beta_slow: PositiveFloat = key(
-        1.0, "yarn: rotations per original context below which a frequency is scaled fully"
+        1.0,
+        "yarn: rotations per original context below which a frequency is scaled fully",
+        needs="model.rope_scaling=yarn",
     )
-    rope_truncate: bool = key(True, "yarn: round the bounds between these frequencies")
-    rope_magnitude: PositiveFloat = key(1.0, "yarn, longrope: factor of cosines and sines")
+    rope_truncate: bool = key(
+        True, "yarn: round the bounds between these frequencies", needs="model.rope_scaling=yarn"
+    )
+    rope_magnitude: PositiveFloat = key(
+        1.0, "yarn, longrope: factor of cosines and sines", needs="model.rope_scaling=yarn|longrope"
+    )
     rope_short_factors: tuple[PositiveFloat, ...] = key(
-        (), "longrope: divisor of each frequency, in sequences up to the original context"
+        (),
+        "longrope: divisor of each frequency, in sequences up to the original context",
+        needs="scales_by_longrope",
     )
     rope_long_factors: tuple[PositiveFloat, ...] = key(
-        (), "longrope: divisor of each frequency, in longer sequences"
+        (),
+        "longrope: divisor of each frequency, in longer sequences",
+        needs="scales_by_longrope",
     )
 
     # Norms and blocks.
     norm: Literal["rms", "layer"] = key("rms", "rms: RMSNorm; layer: LayerNorm")
     norm_offset: bool = key(False, "multiply by 1 + weight, instead of weight")
-    norm_bias: bool = key(False, "biases of LayerNorms")
+    norm_bias: bool = key(False, "biases of LayerNorms", needs="model.norm=layer")
     norm_position: Literal["pre", "post", "both"] = key(
         "pre", "norms before attention and feed-forward, after them, or both"
     )
-    norm_eps: PositiveFloat = key(1e-5, "added to the mean square, or the variance, in norms")
+    norm_eps: PositiveFloat = key(
+        1e-5, "added to the mean square, or the variance, in norms", same_speed=True
+    )
     parallel_block: bool = key(
         False, "attention and feed-forward read one norm, and their outputs are summed"
     )
@@ -142,38 +205,72 @@ class DecoderConfig(Section):
 
     # Experts.
     num_experts: NonNegative = key(0, "experts per layer; 0: no mixture of experts")
-    active_experts: Positive = key(2, "experts that the router selects per token")
-    expert_dim: Positive = key(2048, "inner width of an expert")
-    shared_experts: NonNegative = key(0, "experts that every token passes through")
-    dense_layers: NonNegative = key(0, "number of first layers without experts")
-    expert_interval: Positive = key(1, "experts are in every n-th layer, the last of each n")
-    score: Literal["softmax", "sigmoid"] = key("softmax", "function from router logits to scores")
-    score_selected: bool = key(False, "compute the scores from the selected experts' logits only")
-    renormalize: bool = key(True, "divide the selected experts' scores by their sum")
-    route_scale: PositiveFloat = key(1.0, "factor of the scores, applied after normalization")
-    expert_groups: Positive = key(1, "groups of experts, some of which are selected first")
-    active_groups: Positive = key(1, "groups that the router selects per token")
-    scaled_expert_inputs: bool = key(
-        False, "multiply an expert's input by the score, instead of its output (Llama 4)"
+    active_experts: Positive = key(
+        2, "experts that the router selects per token", needs="has_experts"
     )
-    router_bias: bool = key(False, "bias of the router")
-    expert_biases: bool = key(False, "biases of the experts")
+    expert_dim: Positive = key(2048, "inner width of an expert", needs="has_experts")
+    shared_experts: NonNegative = key(
+        0, "experts that every token passes through", needs="has_experts"
+    )
+    dense_layers: NonNegative = key(
+        0, "number of first layers without experts", needs="has_experts"
+    )
+    expert_interval: Positive = key(
+        1,
+        "experts are in every n-th layer, the last of each n",
+        needs="has_experts",
+        tries=("1", "2"),
+    )
+    score: Literal["softmax", "sigmoid"] = key(
+        "softmax", "function from router logits to scores", needs="has_experts"
+    )
+    score_selected: bool = key(
+        False, "compute the scores from the selected experts' logits only", needs="has_experts"
+    )
+    renormalize: bool = key(
+        True, "divide the selected experts' scores by their sum", needs="has_experts"
+    )
+    route_scale: PositiveFloat = key(
+        1.0, "factor of the scores, applied after normalization", needs="has_experts"
+    )
+    expert_groups: Positive = key(
+        1, "groups of experts, some of which are selected first", needs="has_experts"
+    )
+    active_groups: Positive = key(
+        1, "groups that the router selects per token", needs="has_experts"
+    )
+    scaled_expert_inputs: bool = key(
+        False,
+        "multiply an expert's input by the score, instead of its output (Llama 4)",
+        needs="has_experts",
+    )
+    router_bias: bool = key(False, "bias of the router", needs="has_experts")
+    expert_biases: bool = key(False, "biases of the experts", needs="has_experts")
     expert_limit: NonNegativeFloat = key(
-        0.0, "limit of an expert's gate and linear part, with gpt-oss's activation; 0: none"
+        0.0,
+        "limit of an expert's gate and linear part, with gpt-oss's activation; 0: none",
+        needs="has_experts",
+        tries=("1.5",),
     )
     balance_rate: Annotated[float, Field(ge=0)] = key(
-        0.001, "update of an expert's load-balance bias per step; 0: no load balancing"
+        0.001,
+        "update of an expert's load-balance bias per step; 0: no load balancing",
+        needs="has_experts and trains_routers",
     )
     router_aux_loss_coef: NonNegativeFloat = key(
-        0.0, "coefficient of each layer's load-balance loss, which is 1 at equal loads; 0: no loss"
+        0.0,
+        "coefficient of each layer's load-balance loss, which is 1 at equal loads; 0: no loss",
+        needs="has_experts",
+        same_speed=True,
     )
     router_aux_loss_scope: Literal["sequence", "global"] = key(
         "sequence",
         "tokens whose loads that loss balances. sequence: of each sequence; global: of the global "
         "batch, by the loads of the step before",
+        needs="model.router_aux_loss_coef>0",
     )
     router_z_loss_coef: NonNegativeFloat = key(
-        0.0, "coefficient of each layer's router z-loss (ST-MoE); 0: no loss"
+        0.0, "coefficient of each layer's router z-loss (ST-MoE); 0: no loss", needs="has_experts"
     )
 
     # Multipliers.
@@ -181,7 +278,7 @@ class DecoderConfig(Section):
     residual_scale: PositiveFloat = key(1.0, "factor of what a block adds to the residual stream")
     logit_scale: PositiveFloat = key(1.0, "factor of the logits")
     logit_softcap: NonNegativeFloat = key(
-        0.0, "limit c of the logits, as c * tanh(logit / c); 0: no limit"
+        0.0, "limit c of the logits, as c * tanh(logit / c); 0: no limit", tries=("3",)
     )
 
     @property

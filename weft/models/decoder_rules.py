@@ -35,7 +35,6 @@ def check(config: DecoderConfig) -> ConfigErrors:
         errors.add("model.num_kv_heads", rule, remedy, ("model.num_heads",))
     _check_rope(errors, config)
     _check_attention(errors, config)
-    _check_effect(errors, config)
     if config.num_experts:
         _check_experts(errors, config)
     return errors
@@ -84,36 +83,6 @@ def _check_attention(errors: ConfigErrors, config: DecoderConfig) -> None:
     elif config.value_dim != config.key_dim:
         rule = "must be 0 without model.kv_rank: values are as wide as keys"
         errors.add("model.value_head_dim", rule, "use 0")
-
-
-def _check_effect(errors: ConfigErrors, config: DecoderConfig) -> None:
-    """Check that no key is set which another key makes useless."""
-    local = "L" in config.layer_pattern, "set model.layer_pattern, such as LG"
-    experts = config.num_experts > 0, "set model.num_experts"
-    latent = config.kv_rank > 0, "set model.kv_rank"
-    requirements = {
-        "sliding_window": local,
-        "attention_chunk": local,
-        "rope_local_theta": local,
-        "temperature_interval": ("N" in config.rope_pattern, "set model.rope_pattern, such as RN"),
-        "norm_bias": (config.norm == "layer", "set model.norm layer"),
-        "q_rank": latent,
-        "rope_head_dim": latent,
-        "shared_experts": experts,
-        "dense_layers": experts,
-        "router_bias": experts,
-        "expert_biases": experts,
-        "expert_limit": experts,
-        "router_aux_loss_coef": experts,
-        "router_z_loss_coef": experts,
-        "router_aux_loss_scope": (
-            config.router_aux_loss_scope == "sequence" or config.router_aux_loss_coef > 0,
-            "set model.router_aux_loss_coef",
-        ),
-    }
-    for name, (has_effect, remedy) in requirements.items():
-        if getattr(config, name) and not has_effect:
-            errors.add(f"model.{name}", "has no effect in this model", f"{remedy}, or leave it out")
 
 
 def _check_experts(errors: ConfigErrors, config: DecoderConfig) -> None:

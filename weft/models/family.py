@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from weft.config.errors import ConfigError
-from weft.config.schema import Section
+from weft.config.keys import Section
 
 
 class Init(NamedTuple):

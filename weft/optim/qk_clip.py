@@ -313,7 +313,8 @@ class QKClip:
         self._softcap = config.attention_softcap
         self._limit = self._threshold  # before the softcap, which is above the threshold
         if self._softcap and self._threshold:
-            self._limit = self._softcap * math.atanh(self._threshold / self._softcap)
+            share = self._threshold / self._softcap
+            self._limit = self._softcap * math.atanh(share) if share < 1 else math.inf
         with torch.device("meta"):
             modules = plan.family.build(config).named_modules()
         self.layers = [name for name, module in modules if isinstance(module, kinds)]

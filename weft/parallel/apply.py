@@ -113,7 +113,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             model,
             mesh.cp_group,
             job.parallel.cp_method,
-            job.parallel.cp_load_balance,
+            job.parallel.cp_split,
             compiled=plan.is_compiled,
         )
     # After context parallelism, because both split the sequences that a router sees.
@@ -188,7 +188,7 @@ def _add_random_bits(
     from weft.parallel.token_keys import read_token_keys
 
     token_keys, tp_rank = read_token_keys(model, plan.seed), mesh.coordinates["tp"]
-    if probability := plan.job.lora.dropout:
+    if plan.lora_rank and (probability := plan.job.lora.dropout):
         from weft.parallel.lora_dropout import add_lora_dropout
 
         add_lora_dropout(model, blocks, probability, plan, tp_rank, token_keys)

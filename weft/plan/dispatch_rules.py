@@ -32,12 +32,6 @@ def check_dispatch(
         )
 
 
-def has_fixed_buffers(plan: Plan) -> bool:
-    """Return True if ``parallel.ep_capacity_factor`` may have an effect."""
-    name = plan.job.parallel.ep_dispatch
-    return plan.ep > 1 and (name == "padded" or ":" in name)
-
-
 def dispatch_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if the host waits although buffers are padded."""
     is_padded = plan.ep > 1 and plan.job.parallel.ep_dispatch == "padded"

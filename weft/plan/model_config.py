@@ -16,16 +16,10 @@ from typing import Any
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, suggest
 from weft.config.files import expand_path, open_regular
+from weft.config.keys import Section
 from weft.config.reader import check_section, read_job
 from weft.config.remote_files import fetch_beside, fetch_files
-from weft.config.schema import (
-    CHANGEABLE_KEYS,
-    POSITION_KEYS,
-    Job,
-    ModelSection,
-    Section,
-    replace,
-)
+from weft.config.schema import CHANGEABLE_KEYS, POSITION_KEYS, Job, ModelSection, replace
 from weft.config.storage import is_bucket_url
 from weft.models import FAMILIES, load_family
 from weft.models.hf_mapping import (

@@ -18,6 +18,7 @@ from weft.plan.matrices import is_matrix, list_matrices
 from weft.plan.model_config import shown_name
 from weft.plan.plan import Plan
 
+WEFT_OPTIMIZERS = ("adamw", "muon")
 # The weights that `weft.optim.qk_clip` scales.
 QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
 
@@ -25,8 +26,7 @@ QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "kv_b_
 def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) -> None:
     """Check the optimizer's keys, and that each pattern of its groups has an effect."""
     optim, key = job.optim, "optim.groups"
-    is_weft = optim.name in ("adamw", "muon")
-    if optim.state_dtype != "float32" and not is_weft:
+    if optim.state_dtype != "float32" and optim.name not in WEFT_OPTIMIZERS:
         rule = f"is only for adamw and muon, not {optim.name}"
         errors.add("optim.state_dtype", rule, "use float32", ("optim.name",))
     frozen = find_frozen_params(job, model, family)
@@ -43,27 +43,32 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
                 rule, remedy = "matches no trainable parameter", suggest(pattern, kinds)
             if not filter_names(own, pattern):
                 errors.add(key, rule, remedy, depends, value=pattern)
-        has_matrix = optim.name == "muon" and any(names[name] for name in own)
-        has_muon = has_matrix and group.optimizer == "auto"
-        has_adamw = not has_muon or not all(names[name] for name in own)
-        if group.lr_mult == 0:
-            options = ("weight_decay", "beta1", "beta2", "eps", "momentum", "optimizer")
-            for option in [name for name in options if getattr(group, name) != "auto"]:
-                rule, value = "has no effect: lr_mult=0 freezes the group", getattr(group, option)
-                errors.add(f"{key}.{option}", rule, f"remove {option}", (key,), value=value)
-            continue
-        is_read = {"momentum": has_muon, "optimizer": has_matrix}
-        is_read |= dict.fromkeys(("beta1", "beta2", "eps"), has_adamw)
-        for option in [name for name, reads in is_read.items() if is_weft and own and not reads]:
-            if (value := getattr(group, option)) != "auto":
-                updates = "Muon" if option in ("momentum", "optimizer") else "AdamW"
-                rule = f"has no effect: {updates} updates no parameter of {list(group.params)}"
-                rest = f"remove {option}", (key, *depends)
-                errors.add(f"{key}.{option}", rule, *rest, value=value)
-
     if names and len(frozen) == len(names):
         rule = "freezes every trainable parameter (lr_mult=0)"
         errors.add(key, rule, "leave some out of the frozen groups", depends, value="(given)")
+
+
+def group_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a warning for each option of a group that none of its parameters reads."""
+    job, optim = plan.job, plan.job.optim
+    names = trainable_names(job, plan.model, plan.family) if optim.groups else {}
+    for index, group in enumerate(optim.groups):
+        own = [is_matrix for name, is_matrix in names.items() if optim.group_of(name) == index]
+        has_matrix = optim.name == "muon" and any(own)
+        has_muon = has_matrix and group.optimizer == "auto"
+        read = {"weight_decay": True, "momentum": has_muon, "optimizer": has_matrix}
+        read |= dict.fromkeys(("beta1", "beta2", "eps"), not has_muon or not all(own))
+        for option, is_read in read.items():
+            if (value := getattr(group, option)) == "auto":
+                continue
+            reason = ""
+            if group.lr_mult == 0:
+                reason = "lr_mult=0 freezes the group"
+            elif not is_read and optim.name in WEFT_OPTIMIZERS:
+                updates = "Muon" if option in ("momentum", "optimizer") else "AdamW"
+                reason = f"{updates} updates no parameter of {list(group.params)}"
+            if reason:
+                yield f"{option}={value} of optim.groups has no effect: {reason}. Remove it."
 
 
 def find_frozen_params(job: Job, model: Any, family: Family) -> tuple[str, ...]:
@@ -88,20 +93,16 @@ def _check_qk_clip(errors: ConfigErrors, job: Job, model: Any, frozen: Sequence[
         return
     if not threshold:
         return
-    if model.qk_norm != "none":
-        rule = "has no effect: a norm of queries and keys undoes the scale of their weights"
-        errors.add(key, rule, "use 0, or model.qk_norm=none", ("model.qk_norm",))
     if job.lora.rank:
         rule = "cannot scale the weights of queries and keys, which LoRA freezes"
         errors.add(key, rule, "use 0, or lora.rank=0", ("lora.rank",))
+    if model.qk_norm != "none":
+        rule = "cannot limit logits: a norm of queries and keys undoes the scale of their weights"
+        errors.add(key, rule, "use 0, or model.qk_norm=none", ("model.qk_norm",))
     weights = [name for name in frozen if name.endswith(QUERY_KEY_WEIGHTS)]
     if weights and not job.lora.rank:
         rule = f"cannot scale the weights of queries and keys that lr_mult=0 freezes ({weights[0]})"
         errors.add(key, rule, "use 0, or train these weights", ("optim.groups",))
-    if 0 < model.attention_softcap <= threshold:
-        rule = f"has no effect: model.attention_softcap={model.attention_softcap:g} limits logits"
-        remedy = f"use less than {model.attention_softcap:g}"
-        errors.add(key, rule, remedy, ("model.attention_softcap",))
 
 
 def export_warnings(plan: Plan) -> Iterator[str]:

@@ -197,7 +197,9 @@ class Plan:
     @property
     def numbers_tokens(self) -> bool:
         """Return True if training draws random bits by the number of a token in the run."""
-        return self.job.lora.dropout > 0 or self.job.train.neftune_alpha > 0
+        return (
+            self.lora_rank > 0 and self.job.lora.dropout > 0
+        ) or self.job.train.neftune_alpha > 0
 
     @property
     def objective(self) -> str:
@@ -233,7 +235,7 @@ class Plan:
     @property
     def async_tp(self) -> bool:
         """Return True if tensor-parallel collectives overlap their matrix products."""
-        return self.job.parallel.async_tp
+        return self.job.parallel.async_tp and self.tp > 1
 
     @property
     def cpu_offload(self) -> bool:

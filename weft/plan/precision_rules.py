@@ -81,12 +81,6 @@ def check_lora(
     """Check that the model and the layout support the adapters."""
     section, key = job.lora, "lora.rank"
     if not section.rank:
-        default = LoraSection()
-        names = ("targets", "modules_to_save", "trainable_tokens", "quantize", "dora", "lr_ratio")
-        for name in (*names, "dropout"):
-            if getattr(section, name) != getattr(default, name):
-                rule = "has no effect without adapters (lora.rank=0)"
-                errors.add(f"lora.{name}", rule, "use lora.rank=16", (key,))
         return
     matrices = list_matrices(model, family)
     if not matrices:
@@ -143,13 +137,10 @@ def _check_tables(errors: ConfigErrors, job: Job, model: Any) -> None:
                 remedy = "use embed_tokens, which is the head, too"
             errors.add(key, rule, remedy, ("model.tied_embeddings",), value=name)
     key, ids = "lora.trainable_tokens", section.token_ids
-    if ids and not row_tables(model, section):
-        rule = "has no effect: embedding and head have adapters, or are trained in full"
-        if not isinstance(model, DecoderConfig):
-            rule = f"needs the tables of weft's decoder, which {shown_name(job.model)} lacks"
-        depends = ("lora.targets", "lora.modules_to_save")
-        errors.add(key, rule, "leave it out", depends)
-    elif ids and ids[-1] >= model.vocab_size:
+    if ids and not isinstance(model, DecoderConfig):
+        rule = f"needs the tables of weft's decoder, which {shown_name(job.model)} lacks"
+        errors.add(key, rule, "leave it out", ("model.kind",))
+    elif ids and row_tables(model, section) and ids[-1] >= model.vocab_size:
         rule = f"is not below model.vocab_size={model.vocab_size}"
         errors.add(key, rule, "use ids of tokens", ("model.vocab_size",), value=ids[-1])
 

@@ -27,7 +27,13 @@ from weft.plan.dispatch_rules import check_dispatch, dispatch_warnings
 from weft.plan.lora_plan import TrainingCost, training_cost
 from weft.plan.matrices import find_float8_matrices, supports_float8
 from weft.plan.model_config import Adopt, adopt_model, is_complete, model_name, resolve_section
-from weft.plan.optim_rules import check_optimizer, export_warnings, find_frozen_params
+from weft.plan.needs import key_facts, unused_key_warnings
+from weft.plan.optim_rules import (
+    check_optimizer,
+    export_warnings,
+    find_frozen_params,
+    group_warnings,
+)
 from weft.plan.pipeline_plan import check_trained_stages, count_microbatches, resolve_pipeline
 from weft.plan.placement import DEGREE_KEYS
 from weft.plan.plan import Machine, PipelinePlan, Plan
@@ -38,7 +44,6 @@ from weft.plan.plan_warnings import (
     microbatch_warnings,
     pipeline_warnings,
     placement_warnings,
-    unused_key_warnings,
     warmup_warnings,
 )
 from weft.plan.precision_rules import check_float8, check_lora
@@ -70,23 +75,6 @@ MAX_CPU_RANKS = 64
 # ``run.nodes`` without a cluster.
 ONE_NODE = range(1, 2)
 MAX_NODES = 99_999
-
-# Changing one of these keys does not change the model: the run resumes in the same directory.
-SAME_MODEL_KEYS = (
-    "run.",
-    "parallel.",
-    "pipeline.",
-    "compile.",
-    "checkpoint.",
-    "monitor.",
-    "profile.",
-    "debug.",
-    "launch.",
-    "train.steps",
-    "train.epochs",
-    "train.microbatch_size",
-    "train.eval",
-)
 
 
 def resolve(
@@ -231,7 +219,7 @@ def resolve(
         and world_size > 1
         and isinstance(batch.reshard_after_forward, bool)
         and not parallel.cpu_offload
-        and not job.lora.dora,  # it needs the norms of the weights as they are
+        and not (job.lora.rank and job.lora.dora),  # it needs the norms of the weights as they are
         float8_emulated=emulated,
         varlen_documents=varlen_documents,
         warnings=(),
@@ -243,6 +231,7 @@ def resolve(
         *activation_checkpoint_warnings(plan),
         *dispatch_warnings(plan),
         *export_warnings(plan),
+        *group_warnings(plan),
         *microbatch_warnings(plan),
         *warmup_warnings(plan),
         *component_warnings(plan),
@@ -502,8 +491,12 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
     # A user's recipe may change, or share its name with another: hash all of its keys.
     keys = difference(job, base) if recipe in recipe_names() else difference(job, Job())
     model = model_name(job.model.path)
-    same = (*SAME_MODEL_KEYS, "model.") if model else SAME_MODEL_KEYS
-    changes = {key: value for key, (value, _) in keys.items() if not key.startswith(same)}
+    changes = {
+        key: value
+        for key, (value, _) in keys.items()
+        if key_facts(key).on_resume not in ("free", "layout")
+        and not (model and key.startswith("model."))
+    }
     text = json.dumps(changes, sort_keys=True, default=str)
     suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8] if changes else ""
     name = f"{f'{model}-' * bool(model)}{recipe_slug(recipe)}{suffix}"

@@ -174,7 +174,7 @@ def check_device(
             errors.add(key, rule, "use false on this machine", ("run.device",))
         elif job.parallel.hierarchical_gather:
             errors.add(key, f"does not support {other}", "enable only one of them", (other,))
-    if not job.parallel.async_tp:
+    if not job.parallel.async_tp or degrees.tp == 1:
         return
     key, order = "parallel.async_tp", MESH_ORDERS[job.parallel.mesh_order]
     if not peer_access:
@@ -270,7 +270,10 @@ def uses_varlen(job: Job, model: Any, compute_dtype: str, capability: tuple[int,
 def _check_activation_checkpoint(errors: ConfigErrors, job: Job) -> None:
     is_budget = job.compile.enable and job.activation_checkpoint.mode == "budget"
     if is_budget and job.activation_checkpoint.every_n_layers > 1:
-        key, rule = "every_n_layers", "has no effect: the compiler applies one budget to all blocks"
+        key, rule = (
+            "every_n_layers",
+            "is not possible: the compiler applies one budget to all blocks",
+        )
         depends = ("activation_checkpoint.mode", "compile.enable")
         errors.add(f"activation_checkpoint.{key}", rule, "use 1", depends)
 
@@ -401,10 +404,6 @@ def check_layout(
     _check_context_parallel(errors, job, model, degrees)
     _check_sharding(errors, job, degrees)
     _check_expert_parallel(errors, job, model, family, degrees)
-    if degrees.pp == 1 and job.pipeline.layers_per_stage:
-        rule = "has no effect without a pipeline (parallel.pp=1)"
-        remedy = "remove the key, or use parallel.pp above 1"
-        errors.add("pipeline.layers_per_stage", rule, remedy, ("parallel.pp",))
 
 
 def _check_tensor_parallel(
@@ -416,8 +415,8 @@ def _check_tensor_parallel(
     fixed_ranks: int | None,
 ) -> None:
     tp, key, name = degrees.tp, "parallel.tp", shown_name(job.model)
-    if job.parallel.async_tp:
-        _check_async_tp(errors, job, degrees)
+    if job.parallel.async_tp and tp > 1:
+        _check_async_tp(errors, job)
     if job.parallel.etp not in ("tp", 1, tp):
         errors.add("parallel.etp", f"is neither 1 nor tp={tp}", "use 1 or tp", (key,))
     if tp == 1:
@@ -480,11 +479,8 @@ def _tp_remedy(
     return f"use {format_choices([n for n in possible if n in valid])}"
 
 
-def _check_async_tp(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> None:
+def _check_async_tp(errors: ConfigErrors, job: Job) -> None:
     key = "parallel.async_tp"
-    if degrees.tp == 1:
-        rule = "has no effect without tensor parallelism (parallel.tp=1)"
-        errors.add(key, rule, "use parallel.tp above 1")
     if not job.compile.enable:
         rule = "needs torch.compile, which overlaps the communication of tensor parallelism"
         errors.add(key, rule, "use compile.enable=true", ("compile.enable",))
@@ -506,12 +502,6 @@ def _check_context_parallel(
     if seq_len % cp:
         remedy = _length_remedy(job, model, _length_unit(job, degrees.whole_experts))
         errors.add("train.seq_len", f"is not divisible by cp={cp} ranks", remedy, (key,))
-    is_ulysses, needs = job.parallel.cp_method == "ulysses", ("parallel.cp_method", "data.packing")
-    if job.parallel.cp_load_balance == "documents" and (is_ulysses or not job.data.keeps_documents):
-        cause = "with ulysses" if is_ulysses else "without packed documents"
-        rule = f"has no effect {cause}, because the ranks have equal attention to compute anyway"
-        remedy = "use true, or parallel.cp_method=ring and data.packing=documents"
-        errors.add("parallel.cp_load_balance", rule, remedy, needs)
     if job.parallel.cp_method == "ulysses":
         # Of all tensor-parallel ranks: two numbers that differ by one have no common divisor.
         valid = divisors(1 if model.num_heads % degrees.tp else model.num_heads // degrees.tp)

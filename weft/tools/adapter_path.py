@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
-from weft.config.schema import Job, LoraSection, ModelSection, replace
+from weft.config.schema import ADAPTER_KEYS, Job, LoraSection, ModelSection, replace
 from weft.config.storage import open_directory
 from weft.models import Family, load_family
 from weft.models.hf_mapping import TRAINING_KEYS
@@ -27,7 +27,6 @@ from weft.tools.hf_convert import path_exists
 from weft.tools.hf_import import store_errors
 from weft.tools.peft_config import CONFIG, read_peft_config
 from weft.tools.peft_import import count_rows, open_adapter
-from weft.train.job_checks import FIXED_BY_ADAPTER
 
 REMEDY = "give a directory with adapter_config.json and adapter_model.safetensors, or org/name"
 
@@ -171,7 +170,7 @@ def _with_keys(
 ) -> tuple[Job, list[ConfigError]]:
     """Return the job with the keys of an adapter; append contradictions."""
     found = ConfigErrors(job)
-    for name in FIXED_BY_ADAPTER:
+    for name in ADAPTER_KEYS:
         value, expected = getattr(job.lora, name), getattr(read, name)
         given = recipe.lora if recipe.lora.path != job.lora.path else LoraSection()
         if value not in (expected, getattr(given, name)):
@@ -179,7 +178,7 @@ def _with_keys(
             found.add(f"lora.{name}", rule, "remove one of the two", ("lora.path",))
     if errors or found:
         return job, [*errors, *found]
-    names = (*FIXED_BY_ADAPTER, "modules_to_save", "trainable_tokens")
+    names = (*ADAPTER_KEYS, "modules_to_save", "trainable_tokens")
     return replace(job, lora={name: getattr(read, name) for name in names}), []
 
 

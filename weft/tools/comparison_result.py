@@ -11,7 +11,9 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from weft.config.formatting import format_columns
+from weft.config.keys import parse_condition
 from weft.config.schema import difference, flatten
+from weft.plan.needs import key_facts
 from weft.tools.report.report_charts import loss_unit
 from weft.tools.trials import (
     TrialLosses,
@@ -32,52 +34,6 @@ from weft.tools.verdict import (
     percents,
     speed_sentence,
     to_dict,
-)
-
-# Keys that change the meaning of a loss; runs that differ in one cannot be compared.
-LOSS_KEYS = (
-    "data.path",
-    "data.text_field",
-    "data.format",
-    "data.mixture",
-    "data.tokenizer",
-    "data.add_tokens",
-    "data.add_special_tokens",
-    "data.chat_template",
-    "data.chat_template_args",
-    "data.train_turns",
-    "data.train_empty_reasoning",
-    "data.fields",
-    "data.roles",
-    "data.vocab_size",
-    "data.validation_path",
-    "data.validation_fraction",
-    "data.invalid_utf8",
-    "data.packing",
-    "data.shuffle_span_gib",
-    "data.overlong",
-    "train.objective",
-    "train.reward_center_coef",
-)
-
-# Keys of objectives of preferences, beside train.preference_beta.
-PREFERENCE_KEYS = (
-    *("preference_label_smoothing", "sft_weight", "simpo_gamma", "desirable_weight"),
-    "undesirable_weight",
-)
-
-# Keys without effect on the time of a step: a difference in speed between runs that differ in
-# nothing else is noise.
-KEYS_WITHOUT_SPEED = frozenset(
-    {
-        *("train.seed", "train.steps", "train.epochs", "train.mtp_weight"),
-        *("train.preference_beta", *(f"train.{name}" for name in PREFERENCE_KEYS)),
-        *("train.reward_center_coef", "train.early_stopping", "train.early_stopping_delta"),
-        *("optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay"),
-        *("optim.momentum", "optim.schedule", "optim.warmup_steps", "optim.decay_fraction"),
-        *("optim.min_lr_ratio", "lora.alpha", "lora.lr_ratio", "lora.rank_stabilized"),
-        *("model.rope_theta", "model.norm_eps", "model.router_aux_loss_coef"),
-    }
 )
 
 
@@ -237,7 +193,9 @@ class ComparisonSummary:
             label = self.labels[self._base]
             return [f"only {label} has finished trials, so nothing is compared"]
         changes = [{*self._changed_keys(self._variants[c.variant])} for c in self.comparisons]
-        affects_speed = any(not keys or keys - KEYS_WITHOUT_SPEED for keys in changes)
+        affects_speed = any(
+            not keys or not all(key_facts(key).same_speed for key in keys) for keys in changes
+        )
         lines = [] if affects_speed else self._rank_losses()
         num_tests = _count_tests([comparison.speed for comparison in self.comparisons])
         num_device_tests = _count_tests([comparison.per_device for comparison in self.comparisons])
@@ -382,11 +340,14 @@ def _run_dir(directory: Path, variants: Sequence[Variant], trial: TrialResult) -
 
 
 def _loss_config(variant: Variant) -> list[Any]:
-    flat, train = flatten(variant.job), variant.job.train
-    values = [flat[key] for key in LOSS_KEYS]
-    if train.compares_pairs or train.objective == "kto":
-        values += [train.beta, *(flat[f"train.{name}"] for name in PREFERENCE_KEYS)]
-    return values
+    """Return the values that give the loss its meaning; runs that differ in one do not compare."""
+    flat = flatten(variant.job) | {"train.preference_beta": variant.job.train.beta}
+    meaning = []
+    for name, value in flat.items():
+        if (facts := key_facts(name)).other_loss:
+            terms = [term for term in parse_condition(facts.needs) if term.sign]
+            meaning.append(value if all(term.holds(flat[term.name]) for term in terms) else None)
+    return meaning
 
 
 def _truncate(value: Any) -> str:

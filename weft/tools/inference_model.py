@@ -23,9 +23,10 @@ from weft.checkpoint.load import load_checkpoint, load_frozen_params
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.checkpoint.run_fingerprints import check_run_files
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.keys import Section
 from weft.config.reader import read_job
 from weft.config.run_paths import run_directory
-from weft.config.schema import Job, LoraSection, Section, replace
+from weft.config.schema import Job, LoraSection, replace
 from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora

@@ -2,9 +2,8 @@
 
 A job is a set of overrides of the recipe ``demo``.  The values of a key follow from its type in
 `weft.config.schema` or in a family's configuration: the other value of a bool, the other names of
-a Literal, some numbers within the bounds.  `VALUES` lists keys whose type is not enough, `SIZES`
-keys that must fit each other, and `EXCLUDED` keys that cannot change the computation.  A new key
-needs an entry only if its type is not enough.
+a Literal, some numbers within the bounds.  A key whose type is not enough, or that cannot change
+the computation, declares its values (``tries``).  `SIZES` are keys that must fit each other.
 
 A *technique* is a key with one of its values, or a number other than the default.  Each job has a
 *goal*: two techniques to combine; all indices together cover every pair.  The other keys are drawn
@@ -29,54 +28,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.schema import PAIR_OBJECTIVES, SECTIONS
+from weft.config.keys import Term, parse_condition
 from weft.models import FAMILIES
-from weft.models.decoder_config import DecoderConfig
-from weft.optim.optimizer import OPTIMIZERS
-from weft.optim.optimizer import SCHEDULES as RATES
-from weft.plan.pipeline_schedule import SCHEDULES
+from weft.plan.needs import key_facts, list_keys, list_settings
 from weft.tools.job_sizes import AXES, OverrideMap, base_model, draw_sizes, parallel_degrees
-from weft.tools.shrink import LAYOUT_KEYS, Case, plan_for_recipe, plan_resume_layout, shrink
+from weft.tools.shrink import Case, plan_for_recipe, plan_resume_layout, shrink
 from weft.tools.verify import format_layout, read_recipe
-from weft.train.loss import OBJECTIVES
 
 RECIPE = "demo"
-
-# Prefixes of keys that are not drawn, and why.
-EXCLUDED = {
-    "run.": "verify sets directory, device and ranks",
-    **dict.fromkeys(
-        ("model.preset", "model.path", "model.config"), "a model's sizes are drawn one by one"
-    ),
-    "model.score_head": "train.objective=reward sets it",
-    "lora.path": "verify trains random adapters",
-    **dict.fromkeys(
-        (
-            *("data.path", "data.mixture", "data.text_field", "data.tokenizer"),
-            *("data.chat_template", "data.validation_path", "data.validation_fraction"),
-            *("data.overlong",),
-            *("data.chat_template_args", "data.train_turns", "data.train_empty_reasoning"),
-            *("data.fields", "data.roles", "data.add_tokens", "data.add_special_tokens"),
-            *("data.invalid_utf8", "data.cache_dir"),
-            *("data.node_cache_dir", "data.node_cache_gib", "data.shuffle_span_gib"),
-        ),
-        "verify trains on random tokens",
-    ),
-    **dict.fromkeys(("train.steps", "train.epochs"), "--steps sets the number of steps"),
-    **dict.fromkeys(
-        ("train.eval_interval", "train.early_stopping", "train.early_stopping_delta"),
-        "verify evaluates once, at the end",
-    ),
-    "parallel.async_tp": "needs GPUs that reach each other's memory",
-    "parallel.symmetric_memory": "needs GPUs that reach each other's memory",
-    "precision.float8_small": "follows precision.float8, because all matrices are small here",
-    "compile.cache_dir": "a directory",
-    "compile.cuda_graphs": "needs a GPU",
-    "checkpoint.": "--resume-layout saves and loads a checkpoint",
-    "resilience.": "affects failures only",
-    **dict.fromkeys(("monitor.", "profile.", "debug."), "affects records only"),
-    "launch.": "the run does not read it",
-}
 
 # Keys that must fit each other: `_draw_sizes` draws all of them for a layout.
 SIZES = (
@@ -95,157 +54,6 @@ FREE_FORM = (
 )
 SIZED_KEYS = {*(f"model.{name}" for name in SIZES), *BATCH}
 
-MUON_GROUPS = '[{params=["*o_proj*"], optimizer="adamw", beta2=0.9}, {params=["*"], momentum=0.8}]'
-# Keys whose type does not say which values make sense.
-VALUES: dict[str, tuple[str, ...]] = {
-    "model.kind": tuple(FAMILIES),
-    "model.kv_rank": ("6", "9"),
-    "model.layer_pattern": ("L", "LG", "LLG"),
-    "model.rope_pattern": ("RN", "RRN"),
-    "model.sliding_window": ("1", "3", "9"),
-    "model.attention_chunk": ("3", "8"),
-    "model.temperature_interval": ("4",),
-    "model.attention_scale": ("0.2",),
-    "model.attention_softcap": ("2",),
-    "model.logit_softcap": ("3",),
-    "model.rope_local_theta": ("300",),
-    "model.rope_fraction": ("0.5",),
-    "model.rope_original_context": ("8",),
-    "model.expert_interval": ("1", "2"),
-    "model.expert_limit": ("1.5",),
-    "model.mtp_layers": ("1", "2"),
-    "train.objective": tuple(OBJECTIVES),
-    "train.preference_beta": ("0.05", "0.5"),
-    "train.preference_label_smoothing": ("0.1", "0.3"),
-    "train.sft_weight": ("0.3", "1"),
-    "train.reward_center_coef": ("0.1",),
-    "lora.rank": ("2", "3"),
-    "lora.targets": (
-        *("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
-        *("experts.up_proj,o_proj", "embed_tokens,q_proj", "lm_head,up_proj"),
-    ),
-    "lora.modules_to_save": ("embed_tokens", "lm_head", "embed_tokens,lm_head"),
-    "lora.trainable_tokens": ("256", "3,17,101,200"),
-    "lora.lr_ratio": ("4",),
-    "lora.dropout": ("0.2",),
-    "optim.name": tuple(OPTIMIZERS),
-    "optim.schedule": tuple(RATES),
-    "optim.warmup_steps": ("0", "1"),
-    "optim.groups": (
-        '[{params=["*_proj*"], lr_mult=3, weight_decay=0.3}]',
-        '[{params=["layers.0.*"], lr_mult=0.3}, {params=["*"], lr_mult=2, weight_decay=0}]',
-        '[{params=["*norm*", "embed*"], lr_mult=0.5, weight_decay=0.5, beta1=0.5, beta2=0.8}]',
-        '[{params=["*norm*", "embed*", "*.k_proj*", "layers.0.*up_proj*"], lr_mult=0}]',
-        MUON_GROUPS,
-    ),
-    "optim.max_grad_norm": ("0", "0.5", "1.5"),
-    "optim.qk_clip_threshold": ("0.003", "0.02"),  # below the logits of initial weights
-    "parallel.dp_replicate": ("2", "3"),
-    **{f"parallel.{axis}": ("2", "3", "4") for axis in ("dp_shard", "tp", "pp", "cp")},
-    "parallel.ep": ("2", "4"),
-    "parallel.ep_dispatch": ("padded",),
-    "parallel.ep_capacity_factor": ("1", "1.3", "9"),
-    "parallel.ep_chunks": ("2", "3"),
-    "parallel.etp": ("1",),
-    "pipeline.schedule": tuple(SCHEDULES),
-    "parallel.reshard_after_forward": ("always", "never", "2"),
-    "parallel.param_persistence_threshold": ("1", "70", "100000"),
-    "pipeline.layers_per_stage": ("any",),  # drawn with the sizes
-    "precision.float8_exclude": ("*.o_proj", "*.down_proj,*.q_proj"),
-}
-
-# Keys that a key (or a key with a value) needs to have an effect.
-REQUIREMENTS: dict[str, dict[str, str]] = {
-    **{
-        f"model.rope_{name}": {"model.rope_scaling": "llama3"}
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context")
-    },
-    **{
-        f"model.rope_{name}": {"model.rope_scaling": "yarn"}
-        for name in ("beta_fast", "beta_slow", "truncate", "magnitude")
-    },
-    "model.layer_pattern": {"model.sliding_window": "5"},
-    "model.sliding_window": {"model.layer_pattern": "LG"},
-    "model.attention_chunk": {"model.layer_pattern": "LG"},
-    "model.rope_local_theta": {"model.layer_pattern": "LG"},
-    "model.temperature_interval": {"model.rope_pattern": "RN"},
-    "model.temperature_scale": {"model.temperature_interval": "4"},
-    "model.norm_bias": {"model.norm": "layer"},
-    **{
-        f"model.{name}": {"model.kind": "moe"}
-        for name in (
-            *("shared_experts", "dense_layers", "expert_interval", "score", "score_selected"),
-            *("renormalize", "route_scale", "scaled_expert_inputs", "router_bias"),
-            *("expert_biases", "expert_limit", "balance_rate"),
-            *("router_aux_loss_coef", "router_z_loss_coef"),
-        )
-    },
-    "model.router_aux_loss_scope": {"model.router_aux_loss_coef": "0.1"},
-    "train.mtp_weight": {"model.mtp_layers": "1"},
-    **{
-        f"train.{name}": {"train.objective": "dpo"}
-        for name in ("preference_beta", "preference_label_smoothing", "sft_weight")
-    },
-    "train.simpo_gamma": {"train.objective": "simpo"},
-    "train.desirable_weight": {"train.objective": "kto"},
-    "train.undesirable_weight": {"train.objective": "kto"},
-    "train.objective=kto": {"data.format": "unpaired"},
-    "data.format=unpaired": {"train.objective": "kto"},
-    "train.reward_center_coef": {"train.objective": "reward"},
-    **{
-        f"train.objective={name}": {"data.format": "preferences"}
-        for name in (*PAIR_OBJECTIVES, "reward")
-    },
-    "data.format=preferences": {"train.objective": "dpo"},
-    **{
-        f"lora.{name}": {"lora.rank": "2"}
-        for name in (
-            "alpha",
-            "rank_stabilized",
-            "targets",
-            "modules_to_save",
-            "trainable_tokens",
-            "quantize",
-            "dora",
-            "lr_ratio",
-            "dropout",
-        )
-    },
-    "optim.momentum": {"optim.name": "muon"},
-    f"optim.groups={MUON_GROUPS}": {"optim.name": "muon"},
-    "pipeline.schedule": {"parallel.pp": "2"},
-    "parallel.sequence_parallel": {"parallel.tp": "2"},
-    "parallel.cp_method": {"parallel.cp": "2"},
-    "parallel.cp_load_balance": {"parallel.cp": "2"},
-    "parallel.cp_load_balance=documents": {"parallel.cp": "2", "data.packing": "documents"},
-    "parallel.mesh_order": {"parallel.pp": "2", "parallel.dp_replicate": "2"},
-    "parallel.ep": {"model.kind": "moe", "parallel.dp_shard": "2"},
-    "parallel.ep_dispatch": {"parallel.ep": "2"},
-    "parallel.ep_capacity_factor": {"parallel.ep_dispatch": "padded"},
-    "parallel.ep_chunks": {"parallel.ep": "2"},
-    "parallel.etp": {"model.kind": "moe", "parallel.tp": "2"},
-    "parallel.reshard_after_forward": {"parallel.dp_shard": "2"},
-    "parallel.reshard_after_forward=2": {"parallel.dp_shard": "4"},
-    "parallel.gradient_sync": {"parallel.dp_shard": "2"},
-    "parallel.hierarchical_gather": {"parallel.dp_shard": "4"},
-    "parallel.fsdp_prefetch": {"parallel.dp_shard": "2"},
-    "parallel.param_persistence_threshold": {"parallel.dp_shard": "2"},
-    "pipeline.stages_per_rank": {"parallel.pp": "2", "pipeline.schedule": "Interleaved1F1B"},
-    "pipeline.balance": {"parallel.pp": "2"},
-    "pipeline.layers_per_stage": {"parallel.pp": "2"},
-    "pipeline.defer_weight_gradients": {
-        "parallel.pp": "2",
-        "pipeline.schedule": "ZBVZeroBubble",
-    },
-    "pipeline.overlap_exchanges": {"pipeline.schedule": "DualPipeV", "parallel.ep": "2"},
-    "precision.float8": {"precision.float8_small": "true"},
-    "precision.float8_exclude": {"precision.float8": "tensorwise"},
-    "activation_checkpoint.every_n_layers": {"activation_checkpoint.mode": "full"},
-    "activation_checkpoint.recompute_every_n_matmuls": {"activation_checkpoint.mode": "selective"},
-    "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "budget"},
-    "activation_checkpoint.offload_prefetch": {"activation_checkpoint.offload": "true"},
-}
-
 # Probability of a key, in thousandths.  Most floats are in no goal, because they interact with
 # other keys in one place only.
 GOAL_NUMBERS = ("optim.qk_clip_threshold",)
@@ -256,31 +64,43 @@ CHANCE = {"compile.enable": 4, **dict.fromkeys(RARE_KEYS, 60)}
 # --------------------------------------------------------------------------- techniques
 
 
-def exclusion_reason(key: str) -> str:
-    """Return why a key is not drawn; empty if it is."""
-    return next((reason for name, reason in EXCLUDED.items() if key.startswith(name)), "")
-
-
-@cache
-def list_keys() -> dict[str, FieldInfo]:
-    """Return every ``section.key`` of a job and of weft's own model families."""
-    keys = {f"{name}.{key}": f for name, s in SECTIONS.items() for key, f in s.model_fields.items()}
-    fields = DecoderConfig.model_fields.items()
-    return keys | {f"model.{name}": info for name, info in fields}
-
-
-@cache
 def candidate_values(key: str) -> tuple[str, ...]:
-    """Return the values to draw for a key; empty if its type does not say."""
-    info = list_keys()[key]
-    values = VALUES.get(key) or tuple(
-        _format_value(value)
-        for value in _guess_values(info.annotation, info.default)
-        if _is_valid(info, value)
-    )
+    """Return values of a key: those that it declares, or others that follow from its type."""
+    section, name = list_keys()[key]
+    info = section.model_fields[name]
+    if key == "model.kind":
+        return tuple(FAMILIES)
+    if tries := key_facts(key).tries:
+        return tuple(tries)
+    values = (v for v in _guess_values(info.annotation, info.default) if _is_valid(info, v))
     # Each preset of a model has its own defaults.
     with_default = key.startswith("model.") and info.annotation is bool
-    return tuple(text for text in values if with_default or text != _format_value(info.default))
+    default = _format_value(info.default)
+    return tuple(text for text in map(_format_value, values) if with_default or text != default)
+
+
+def is_drawn(key: str) -> bool:
+    """Return True if random jobs may set the key: it changes the computation."""
+    return key_facts(key).tries != {}
+
+
+@cache
+def needed_settings(key: str, text: str) -> dict[str, str]:
+    """Return keys and values that a key with a value needs to be valid and to have an effect."""
+    facts = key_facts(key)
+    conditions = (facts.needs, (facts.tries or {}).get(text, ""))
+    terms = [
+        t for each in conditions for part in parse_condition(each) for t in list_settings(part)
+    ]
+    return {term.name: _choose_value(term) for term in reversed(terms)}
+
+
+def _choose_value(term: Term) -> str:
+    """Return a value of a key that fulfills a term."""
+    if term.sign == "=":
+        return term.values[0]
+    numbers = [str(int(float(term.values[0])) + 1)] if term.sign == ">" else []
+    return next(v for v in (*candidate_values(term.name), *numbers) if term.holds(v))
 
 
 def _guess_values(annotation: Any, default: Any) -> Iterator[Any]:
@@ -310,7 +130,8 @@ def _is_valid(info: FieldInfo, value: Any) -> bool:
 
 def _is_number(key: str) -> bool:
     """Return True if a key is a float that is in no goal."""
-    return list_keys()[key].annotation is float and key not in GOAL_NUMBERS
+    section, name = list_keys()[key]
+    return section.model_fields[name].annotation is float and key not in GOAL_NUMBERS
 
 
 def _format_value(value: Any) -> str:
@@ -331,7 +152,7 @@ def list_techniques() -> dict[str, tuple[str, tuple[str, ...]]]:
     techniques: dict[str, tuple[str, tuple[str, ...]]] = {}
     others = SIZED_KEYS - {"pipeline.layers_per_stage"} | {"train.seed"}
     for key in list_keys():
-        if not exclusion_reason(key) and key not in others:
+        if is_drawn(key) and key not in others:
             for text in candidate_values(key):
                 name = technique_name(key, text)
                 techniques[name] = (key, (*techniques.get(name, ("", ()))[1], text))
@@ -454,7 +275,7 @@ def _add_override(
     Without ``force``, add nothing if that would conflict with a present key, and often nothing if
     it would need another key.
     """
-    needs = REQUIREMENTS.get(f"{key}={text}", REQUIREMENTS.get(key, {}))
+    needs = needed_settings(key, text)
     others = {name: value for name, value in needs.items() if name not in DEGREES}
     lacks = any(int(overrides.get(name, 1)) < int(needs[name]) for name in needs.keys() - others)
     conflicts = any(overrides.get(name, value) != value for name, value in others.items())
@@ -533,6 +354,11 @@ def make_case(overrides: Mapping[str, str], ranks: int, steps: int = 2) -> Case:
     return shrink(plan, ranks, steps, list(overrides))
 
 
+def is_layout(key: str) -> bool:
+    """Return True if a run that resumes may change the key, as a part of its layout."""
+    return key_facts(key).on_resume == "layout"
+
+
 def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideMap:
     """Draw a layout that the job can resume in."""
     overrides = OverrideMap()
@@ -540,10 +366,10 @@ def _draw_resume_layout(case: Case, ranks: int, rng: random.Random) -> OverrideM
     excluded = (*DEGREES, "compile.enable", "pipeline.layers_per_stage")
     _add_random_keys(
         overrides,
-        lambda key: DEFAULT_CHANCE * (key.startswith(LAYOUT_KEYS) and key not in excluded),
+        lambda key: DEFAULT_CHANCE * (is_layout(key) and key not in excluded),
         rng,
     )
-    overrides = {key: text for key, text in overrides.items() if key.startswith(LAYOUT_KEYS)}
+    overrides = {key: text for key, text in overrides.items() if is_layout(key)}
     if case.plan.model.num_experts and rng.random() < 0.5:
         overrides["parallel.ep"] = "2"
     while True:

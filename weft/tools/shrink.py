@@ -35,6 +35,7 @@ from weft.config.schema import (
 from weft.models.decoder_config import DecoderConfig
 from weft.plan.devices import parse_cluster
 from weft.plan.matrices import find_float8_matrices, required_multiple
+from weft.plan.needs import key_facts
 from weft.plan.placement import AXES
 from weft.plan.plan import Machine, Plan
 from weft.plan.plan_text import cluster_machine
@@ -190,22 +191,12 @@ def _plan_reference(job: Job) -> Plan:
     return resolve(reference_job, Machine("cpu", devices=1, world_size=1))
 
 
-# Keys that may change when a run resumes in another layout.
-LAYOUT_KEYS = (
-    "parallel.",
-    "pipeline.",
-    "activation_checkpoint.",
-    "compile.enable",
-    "train.microbatch_size",
-)
-
-
 def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> Plan:
     """Plan another layout of a case, from one process with some keys changed.
 
     Args:
         case: the case that saves the checkpoint.
-        layout: keys of `LAYOUT_KEYS` with their values as text.
+        layout: keys of the layout (`KeyFacts.on_resume`) with their values as text.
         ranks: maximum number of ranks.
 
     Raises:
@@ -214,9 +205,10 @@ def plan_resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int
     option = "--resume-layout"
     chosen, _, errors = read_job("demo", layout)
     for name, text in layout:
-        if not name.startswith(LAYOUT_KEYS):
+        if key_facts(name).on_resume != "layout":
             rule = "changes more than the layout"
-            errors.add(option, rule, f"use {', '.join(LAYOUT_KEYS)}", value=f"{name}={text}")
+            remedy = "use keys such as parallel.tp, pipeline.schedule or train.microbatch_size"
+            errors.add(option, rule, remedy, value=f"{name}={text}")
     errors.raise_any()
     changes: dict[str, dict[str, Any]] = {}
     for section, key in (name.split(".") for name, _ in layout):

@@ -33,7 +33,14 @@ from weft.config.locks import NO_LOCKS_REMEDY, LocksMissing, try_lock
 from weft.config.mounts import check_mount
 from weft.config.reader import read_job
 from weft.config.run_paths import JOB_FILE
-from weft.config.schema import CheckpointSection, DataSection, Job, difference, replace
+from weft.config.schema import (
+    ADAPTER_KEYS,
+    CheckpointSection,
+    DataSection,
+    Job,
+    difference,
+    replace,
+)
 from weft.config.storage import check_store_writable, is_bucket_url, open_directory
 from weft.data.conversations import check_conversations
 from weft.data.dataset import Dataset
@@ -54,6 +61,7 @@ from weft.plan.model_config import (
     expand_preset,
     read_imported,
 )
+from weft.plan.needs import key_facts
 from weft.plan.plan import Plan, is_schedule_file
 from weft.plan.plan_warnings import warmup_warnings
 from weft.plan.resolve import resolve_nodes
@@ -64,26 +72,6 @@ from weft.train.machine import detect_machine, is_launched_rank
 from weft.train.run_dir import MAX_EPOCHS
 from weft.train.state import checkpoint_dir
 
-# Keys that a run cannot change: its weights or its data order depend on them.
-FIXED = (
-    "model.",
-    "lora.",
-    "train.seed",
-    "train.seq_len",
-    "train.objective",
-    "data.format",
-    "data.packing",
-    "data.shuffle_span_gib",
-    "data.overlong",
-    "data.add_tokens",
-    "data.add_special_tokens",
-    "optim.name",
-)
-# Keys that imported weights depend on, before the first step.
-FIXED_AT_0 = (
-    *("model.", "data.tokenizer", "data.add_tokens", "data.add_special_tokens", "lora.path"),
-)
-FIXED_BY_ADAPTER = ("rank", "alpha", "rank_stabilized", "targets", "dora")
 # Directories that only one process may write to.
 LOCKED_DIRECTORIES = ("run.dir", "data.cache_dir", "data.node_cache_dir")
 # Trackers whose package weft does not install.
@@ -131,7 +119,7 @@ def prepare_job(
         job = replace(job, model=model, lora=lora, data=data, train={"seq_len": plan.seq_len})
         base = replace(base, model=model | {"path": base.model.path})
         if job.lora.path:
-            base = replace(base, lora={name: lora[name] for name in FIXED_BY_ADAPTER})
+            base = replace(base, lora={name: lora[name] for name in ADAPTER_KEYS})
     _check_files(later, job)
     _check_tokenizer(later, job.data, plan)
     if plan is not None:
@@ -475,16 +463,18 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool, has_nodes: bool) -> list[
         errors += check_run_files(found[-1], folder, old, to_train=True)
     if any(str(before) in error.rule for error in errors):
         return errors  # the file has other keys than the run, so no comparison is right
-    fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
+    kinds, fixed = {"fixed", "weights"}, {"optim.groups"}
+    if not checkpoint_step(found[-1]):  # imported weights; later the data have a fingerprint
+        kinds, fixed = {"weights"}, {"optim.groups", "data.tokenizer"}
     if old.lora.path:  # imported adapters, and changes of the lengths of quantized rows
         kept = (
             "path",
-            *FIXED_BY_ADAPTER,
+            *ADAPTER_KEYS,
             "modules_to_save",
             "trainable_tokens",
             *(["quantize"] if old.lora.dora else []),
         )
-        fixed = (*fixed, *(f"lora.{name}" for name in kept))
+        fixed |= {f"lora.{name}" for name in kept}
     changes = difference(expand_preset(job), expand_preset(old))
     if "model.kind" in changes:  # then the other keys of the model follow from it
         changes = {
@@ -499,12 +489,12 @@ def _check_run_dir(job: Job, has_checkpoint_dir: bool, has_nodes: bool) -> list[
     for name, (ours, theirs) in changes.items():
         is_same = name == "model.path" and "" in (ours, theirs)  # the other keys decide
         if name == "optim.groups":  # AdamW's state of a matrix is not Muon's
-            kinds = [
+            owners = [
                 [(each["params"], each["optimizer"]) for each in groups]
                 for groups in (ours, theirs)
             ]
-            is_same = kinds[0] == kinds[1] or "adamw" not in str(kinds)
-        if name.startswith((*fixed, "optim.groups")) and not is_same:
+            is_same = owners[0] == owners[1] or "adamw" not in str(owners)
+        if (name in fixed or key_facts(name).on_resume in kinds) and not is_same:
             value = format_value("" if theirs is MISSING else theirs)
             rule = f"differs from the run in {folder}, which was started with {value or 'none'}"
             remedy = f"use another run.dir, or {name}={value}"

@@ -110,7 +110,7 @@ class TrainStep:
         self.model_parts, self.plan, self.mesh, self.device = model_parts, plan, mesh, device
         self.objective = build_objective(plan.objective, job.train)
         cp_rank, parallel = mesh.coordinates["cp"], job.parallel
-        self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_load_balance
+        self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_split
         self._num_later = num_later = getattr(plan.model, "mtp_layers", 0)
         self._ones = torch.ones(1 + num_later, device=device)
         tokens = plan.microbatch_size * plan.seq_len // plan.cp * (1 + num_later)
