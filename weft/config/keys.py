@@ -88,9 +88,10 @@ def key(
     same_speed: bool | None = None,
     **rules: Any,
 ) -> Any:
-    """Define a key: its default, its help, and its `KeyFacts` where they differ from its section's.
+    """Define a key: its default, help and `KeyFacts`.
 
-    ``tries`` can be the values alone.  ``rules`` are those of `pydantic.Field`.
+    Facts that are not given are those of the section.  ``tries`` can be the values alone.
+    ``rules`` are those of `pydantic.Field`.
     """
     info = Field(default, description=description, **rules)
     values = dict.fromkeys(tries, "") if isinstance(tries, tuple) else tries
@@ -107,7 +108,7 @@ def facts_of(section: type[Section], name: str) -> KeyFacts:
 
 
 def describe_facts(section: type[Section], name: str) -> list[str]:
-    """Return sentences for the help of a key: what it needs, and what a resumed run may do."""
+    """Return sentences for the help of a key: what it needs, and if it may change."""
     facts = facts_of(section, name)
     needed = [term.describe() for term in parse_condition(facts.needs) if term.sign]
     effect = [f"It has an effect only with {' and '.join(needed)}."] if needed else []
@@ -153,7 +154,7 @@ def parse_condition(text: str) -> list[Term]:
 
 
 def format_scalar(value: Any) -> str:
-    """Format a value as in a condition: true, 0.5, and nothing for empty texts and lists."""
+    """Format a value as in a condition: true, 0.5; empty texts and lists as ""."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

@@ -906,7 +906,7 @@ class ParallelSection(Section):
 
     @property
     def cp_split(self) -> bool | Literal["documents"]:
-        """``cp_load_balance``; with ulysses, where ranks attend equally, true for documents."""
+        """``cp_load_balance``; with ulysses true in place of documents."""
         is_ulysses = self.cp_method == "ulysses"
         return bool(self.cp_load_balance) if is_ulysses else self.cp_load_balance
 

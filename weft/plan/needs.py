@@ -65,7 +65,7 @@ def _decays_lr(plan: Plan) -> bool:
 
 
 def _balances_tokens(plan: Plan) -> bool:
-    """Return True if ranks of context parallelism can have unequal attention to compute."""
+    """Return True if context-parallel ranks can have unequal attention to compute."""
     parallel = plan.job.parallel
     by_documents = parallel.cp_load_balance == "documents"
     return parallel.cp_method != "ulysses" and (not by_documents or plan.job.data.keeps_documents)
@@ -99,7 +99,7 @@ def _defers_weight_gradients(plan: Plan) -> bool:
 
 
 def _sets_nodes(plan: Plan) -> bool:
-    """Return True if ``run.nodes`` is no number or range, or includes the nodes of the plan."""
+    """Return True if ``run.nodes`` allows the number of nodes of the plan."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", plan.job.run.nodes_text)
     return match is None or int(match[1]) <= plan.node_counts[-1] <= int(match[2] or match[1])
 
@@ -252,13 +252,13 @@ FACTS = {
 
 @cache
 def list_keys() -> dict[str, tuple[type[Section], str]]:
-    """Return every ``section.key`` of a job and of weft's own models, with its section."""
+    """Return every ``section.key`` of jobs and of weft's own models, with its section."""
     keys = {f"{name}.{k}": (s, k) for name, s in SECTIONS.items() for k in s.model_fields}
     return keys | {f"model.{name}": (DecoderConfig, name) for name in DecoderConfig.model_fields}
 
 
 def key_facts(name: str) -> KeyFacts:
-    """Return the facts about ``section.key``; those of its section for a user's own model."""
+    """Return the facts about ``section.key``; of its section for a user's model."""
     if name in list_keys():
         return facts_of(*list_keys()[name])
     return SECTIONS[name.partition(".")[0]].facts
@@ -307,7 +307,7 @@ def describe_unmet(unmet: list[Term], plan: Plan) -> tuple[str, str]:
 
 
 def list_settings(term: Term, plan: Plan | None = None) -> list[Term]:
-    """Return the terms of keys that fulfill a term, with what their values need themselves.
+    """Return terms of keys that fulfill a term, with what their values need.
 
     With a plan, without the facts that it fulfills, or that its job cannot.
     """

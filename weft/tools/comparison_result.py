@@ -340,7 +340,7 @@ def _run_dir(directory: Path, variants: Sequence[Variant], trial: TrialResult) -
 
 
 def _loss_config(variant: Variant) -> list[Any]:
-    """Return the values that give the loss its meaning; runs that differ in one do not compare."""
+    """Return the values that give the loss its meaning: they must be equal."""
     flat = flatten(variant.job) | {"train.preference_beta": variant.job.train.beta}
     meaning = []
     for name, value in flat.items():

@@ -65,7 +65,7 @@ CHANCE = {"compile.enable": 4, **dict.fromkeys(RARE_KEYS, 60)}
 
 
 def candidate_values(key: str) -> tuple[str, ...]:
-    """Return values of a key: those that it declares, or others that follow from its type."""
+    """Return values of a key: those that it declares, or some of its type."""
     section, name = list_keys()[key]
     info = section.model_fields[name]
     if key == "model.kind":
@@ -86,7 +86,7 @@ def is_drawn(key: str) -> bool:
 
 @cache
 def needed_settings(key: str, text: str) -> dict[str, str]:
-    """Return keys and values that a key with a value needs to be valid and to have an effect."""
+    """Return what a key with a value needs to be valid and to have an effect."""
     facts = key_facts(key)
     conditions = (facts.needs, (facts.tries or {}).get(text, ""))
     terms = [
