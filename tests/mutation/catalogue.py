@@ -1250,7 +1250,7 @@ FAULTS: list[Fault] = [
         "double reduce",
         "every rank adds a target's logit",
         "train/loss.py",
-        "target_N = target_N.masked_fill(~is_local_N, 0.0)",
+        "target_N = target_N.masked_fill(is_elsewhere_N, 0.0)",
         "target_N = target_N * 1",
     ),
     Fault(
@@ -1264,14 +1264,14 @@ FAULTS: list[Fault] = [
         "loss",
         "the target is subtracted on every rank",
         "train/loss.py",
-        "at_target_N = grad_N * is_local_N",
+        "at_target_N = grad_N.masked_fill(is_elsewhere_N, 0.0)",
         "at_target_N = grad_N",
     ),
     Fault(
         "loss mask",
         "tokens without a target have a gradient",
         "train/loss.py",
-        "grad_BT.flatten().masked_fill(~has_target_N, 0.0)",
+        "grad_BT.flatten().masked_fill(is_ignored_N, 0.0)",
         "grad_BT.flatten().clone()",
     ),
     # ---------------------------------------------------------------- context parallel
@@ -1569,7 +1569,7 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "stages clip by their own norms",
         "optim/optimizer.py",
-        "        dist.all_reduce(total := to_group_device(total, pp_group), group=pp_group)",
+        "        dist.all_reduce(total := to_group_device(total.clone(), pp_group), group=pp_group)",
         "        pass",
     ),
     Fault(
@@ -2108,8 +2108,8 @@ FAULTS: list[Fault] = [
         "loss mask",
         "the first id has no loss",
         "train/loss.py",
-        "has_target_N = targets_N != IGNORE_INDEX",
-        "has_target_N = targets_N > 0",
+        "is_elsewhere_N = columns_N == IGNORE_INDEX",
+        "is_elsewhere_N = columns_N <= 0",
         LOSS,
     ),
     Fault(
@@ -3172,8 +3172,8 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "tokens of replicas are not counted",
         "parallel/mesh.py",
-        'for axis in ("dp_shard", "dp_replicate", *axes):',
-        'for axis in ("dp_shard", *axes):',
+        '("dp_shard", "dp_replicate")',
+        '("dp_shard",)',
         MESH,
     ),
     Fault(

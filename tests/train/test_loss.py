@@ -115,9 +115,11 @@ def test_label_smoothing_equals_pytorch_and_transformers(smoothing: float) -> No
         torch.testing.assert_close(results[0][1], gradient, rtol=0, atol=1e-6)
 
 
-def large_allocations(compiled: bool, tokens: int, vocab_size: int) -> dict[int, int]:
-    """Count the allocations of at least a byte per logit in bfloat16, by their bytes per logit."""
-    logits = torch.randn(1, tokens, vocab_size).bfloat16().requires_grad_()
+def large_allocations(
+    compiled: bool, tokens: int, vocab_size: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[int, int]:
+    """Count the allocations of at least a byte per logit, by their bytes per logit."""
+    logits = torch.randn(1, tokens, vocab_size).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab_size, (1, tokens))
     cross_entropy(logits, targets, None, compiled).sum().backward()  # compiles
     logits.grad = None
@@ -135,6 +137,20 @@ def test_loss_allocates_few_tensors_of_the_size_of_logits(compiled: bool) -> Non
     # Of each pass: the exponentials, and a CPU's cast of the logits, which a GPU does without.
     expected = {2: 1} if compiled else {4: 4, 2: 1}
     assert large_allocations(compiled, 96, 5000) == expected
+
+
+def test_float32_loss_allocates_one_tensor_of_the_size_of_logits() -> None:
+    """The exponentials become the gradient, in place."""
+    assert large_allocations(False, 96, 5000, torch.float32) == {4: 1}
+
+
+def test_float32_loss_refuses_a_second_backward_pass() -> None:
+    """The first one has overwritten what forward saved."""
+    logits = torch.randn(1, 8, 50, requires_grad=True)
+    loss = cross_entropy(logits, torch.randint(0, 50, (1, 8))).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -589,7 +590,7 @@ class Mixture:
         for client, named in blocks.items():
             client.announce(purpose, named)
 
-    @property
+    @cached_property
     def is_remote(self) -> bool:
         """Return True if a source is in a bucket."""
         return any(
@@ -612,8 +613,9 @@ class Mixture:
         return Batch._make(merged)._replace(sources_B=torch.from_numpy(sources))
 
     def _get_samples(self, source: int, indices: Ints) -> Batch:
-        for client, blocks in _list_blocks(self.sources[source], indices):
-            client.ensure(blocks)  # together, where the samples read them one after the other
+        if self.is_remote:
+            for client, blocks in _list_blocks(self.sources[source], indices):
+                client.ensure(blocks)  # together, where the samples read them one after the other
         batch = self.sources[source].get_batch(indices)
         if self.has_weights and batch.weights_BT is None:
             return batch._replace(weights_BT=torch.ones(batch.tokens_BT.shape))
@@ -746,7 +748,6 @@ class Loader:
     _cached_samples: dict[tuple[int, int, int], Ints] = field(
         default_factory=dict, init=False, compare=False
     )
-    _is_remote: bool = field(init=False, compare=False)
     _has_streams: bool = field(init=False, compare=False)
     # First position, part and steps of the last announcement: see `_announce`.
     _announced: list[tuple[int, tuple[int, int], int]] = field(
@@ -760,7 +761,6 @@ class Loader:
                 f"dp_size = {self.dp_size}"
             )
         object.__setattr__(self, "_sampler", MixtureSampler(self.mixture.shares))  # frozen
-        object.__setattr__(self, "_is_remote", self.mixture.is_remote)
         has_streams = any(_shuffle_of(samples) for samples in self.mixture.sources)
         object.__setattr__(self, "_has_streams", has_streams)
 
@@ -785,7 +785,7 @@ class Loader:
         num_sequences = max(1, end - begin)
         step = 1 if self.is_strided else num_sequences
         part = begin * self.dp_size + self.dp_rank * step, num_sequences
-        if self._is_remote:
+        if self.mixture.is_remote:
             self._announce(consumed, part)
         batch = self.mixture.get_batch(*self._samples(consumed, part))
         if begin == end:
@@ -797,6 +797,8 @@ class Loader:
             batch = batch._replace(token_ids_BT=ids_BT)
         if self.measures_documents and batch.documents_BT is not None:
             batch = batch._replace(lengths_BT=document_lengths(batch.documents_BT))
+        if num_sequences <= self.microbatch_size:
+            return [batch]
         starts = range(0, num_sequences, self.microbatch_size)
         microbatches = (slice(start, start + self.microbatch_size) for start in starts)
         return [batch.map(itemgetter(microbatch)) for microbatch in microbatches]

@@ -79,8 +79,8 @@ def reduce_result(loss: Tensor, grad_norm: Tensor, local_grad_norm: Tensor) -> S
         grad_norm: norm of all gradients, equal on all ranks unless hardware is broken.
         local_grad_norm: norm of the gradient shards of this rank.
     """
-    local = torch.stack((loss, local_grad_norm.to(loss))).double()
-    reduced = torch.stack((loss, grad_norm.to(loss))).double()
+    values = loss, grad_norm.to(loss), loss, local_grad_norm.to(loss)
+    reduced, local = torch.stack(values).double().view(2, 2)
     if dist.get_world_size() > 1:
         dist.all_reduce(reduced)
         reduced[1] /= dist.get_world_size()  # exact for equal float32 norms

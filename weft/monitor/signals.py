@@ -178,16 +178,19 @@ class _Reduction:
     """Flags that are true for at least one rank, reduced in the background on the CPU."""
 
     def __init__(self) -> None:
+        import torch.distributed as dist
+
         self.is_running = False
+        self._has_others = dist.get_world_size() > 1
         self._work: Any = None
         self._flags: Any = ()
 
     def start(self, *flags: bool) -> None:
-        import torch
-        import torch.distributed as dist
-
         self.is_running, self._flags = True, flags
-        if dist.get_world_size() > 1:
+        if self._has_others:
+            import torch
+            import torch.distributed as dist
+
             self._flags = torch.tensor(flags, dtype=torch.int32)
             self._work = dist.all_reduce(self._flags, async_op=True)
 

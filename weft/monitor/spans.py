@@ -47,7 +47,8 @@ class SpanWriter:
         self.step = 0
         self.ranges = False  # spans are also ranges of torch.profiler
         self._path, self._rank = path, rank
-        self._events: list[dict[str, Any]] = []
+        # Name, start and end in monotonic nanoseconds, thread, arguments.
+        self._events: list[tuple[str, int, int, int, dict[str, Any]]] = []
         self._buffer: LogBuffer[bytes] | None = None
         self._file: IO[bytes] | None = None  # stays open: each rank writes at every record
         self._end = 0  # bytes of the file before `END`
@@ -69,14 +70,8 @@ class SpanWriter:
     def add(self, name: str, began: int, args: dict[str, Any]) -> None:
         """Add a span from ``began``, in monotonic nanoseconds, until now."""
         if self._path is not None:
-            # Rounding to microseconds keeps nested spans nested.
-            start = (self._epoch + began) // 1000
-            end = (self._epoch + time.perf_counter_ns()) // 1000
-            event = {"name": name, "ph": "X", "ts": start, "dur": end - start}
-            # Two passes of a pipeline may overlap: see `weft.parallel.pass_overlap`.
-            thread = int(threading.current_thread() is not threading.main_thread())
-            event |= {"pid": self._rank, "tid": thread, "args": {**args, "step": self.step}}
-            self._events.append(event)
+            end, thread = time.perf_counter_ns(), threading.get_ident()
+            self._events.append((name, began, end, thread, {**args, "step": self.step}))
             if len(self._events) >= WAITING_EVENTS:
                 self.flush()
 
@@ -84,7 +79,17 @@ class SpanWriter:
         """Write all waiting events."""
         if self._buffer is None or not self._events:
             return
-        self._buffer.write("".join(f",\n{encode(event)}" for event in self._events).encode())
+        main_thread = threading.main_thread().ident
+        events = []
+        for name, began, end, thread, args in self._events:
+            # Rounding to microseconds keeps nested spans nested.
+            start = (self._epoch + began) // 1000
+            event = {"name": name, "ph": "X", "ts": start}
+            event["dur"] = (self._epoch + end) // 1000 - start
+            # Two passes of a pipeline may overlap: see `weft.parallel.pass_overlap`.
+            event |= {"pid": self._rank, "tid": int(thread != main_thread), "args": args}
+            events.append(event)
+        self._buffer.write("".join(f",\n{encode(event)}" for event in events).encode())
         self._events.clear()
 
     def _write(self, text: bytes) -> None:

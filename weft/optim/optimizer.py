@@ -200,7 +200,7 @@ def compute_grad_norm(
     by_groups: dict[tuple[tuple[Any, dist.ProcessGroup], ...], list[torch.Tensor]] = {}
     for param in params:
         grad = param.grad
-        if grad is None or is_second_copy(param):
+        if grad is None or (pp_group is not None and is_second_copy(param)):
             continue
         groups: tuple[tuple[Any, dist.ProcessGroup], ...] = ()
         if is_dtensor(grad):
@@ -217,14 +217,19 @@ def compute_grad_norm(
     for groups, grads in by_groups.items():
         grad_norms = l2_norms(grads)
         local_squares.append(grad_norms.square().sum())
-        group_square = local_squares[-1].clone()
+        group_square = local_squares[-1].clone() if groups else local_squares[-1]
         for _, group in groups:
             dist.all_reduce(group_square := to_group_device(group_square, group), group=group)
         group_squares.append(group_square.to(local_squares[-1].device))
-    # A stage without trainable parameters contributes zero to the pipeline's sum.
-    zero = torch.zeros((), device=params[0].device if params else None)
-    total = torch.stack(group_squares).sum() if group_squares else zero.clone()
+    device = params[0].device if params else torch.get_default_device()
+    total, local_total = (_sum(squares, device) for squares in (group_squares, local_squares))
     if pp_group is not None:
-        dist.all_reduce(total := to_group_device(total, pp_group), group=pp_group)
-    local_total = torch.stack(local_squares).sum() if local_squares else zero
-    return total.sqrt().to(zero.device), local_total.sqrt()
+        dist.all_reduce(total := to_group_device(total.clone(), pp_group), group=pp_group)
+    return total.sqrt().to(device), local_total.sqrt()
+
+
+def _sum(scalars: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum; zero for a stage without trainable parameters."""
+    if len(scalars) == 1:
+        return scalars[0]
+    return torch.stack(scalars).sum() if scalars else torch.zeros((), device=device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -71,29 +72,21 @@ def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
     sums long CPU tensors in chunks.
     """
     is_cpu = tensors[0].device.type == "cpu"
-    is_long = [is_cpu and tensor.numel() > NORM_CHUNK for tensor in tensors]
-    short = [tensor for tensor, long in zip(tensors, is_long, strict=True) if not long]
-    norms = iter(torch._foreach_norm(short, dtype=torch.float32) if short else ())
-    return torch.stack(
-        [
-            _chunked_norm(tensor) if long else next(norms)
-            for tensor, long in zip(tensors, is_long, strict=True)
-        ]
-    )
+    parts = [
+        _norms_of_chunks(tensor) if is_cpu and tensor.numel() > NORM_CHUNK else tensor
+        for tensor in tensors
+    ]
+    return torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
 
 
-def _chunked_norm(tensor: Tensor) -> Tensor:
+def _norms_of_chunks(tensor: Tensor) -> Tensor:
+    norm = partial(torch.linalg.vector_norm, dim=1, dtype=torch.float32)
+    cut = tensor.numel() // NORM_CHUNK * NORM_CHUNK
+    if cut == tensor.numel():
+        norms: Tensor = norm(tensor.reshape(-1, NORM_CHUNK))
+        return norms
     flat = tensor.reshape(-1)
-    cut = len(flat) // NORM_CHUNK * NORM_CHUNK
-    norms = _last_dim_norm(flat[:cut].view(-1, NORM_CHUNK))
-    if cut < len(flat):
-        norms = torch.cat([norms, _last_dim_norm(flat[cut:].view(1, -1))])
-    return _last_dim_norm(norms)
-
-
-def _last_dim_norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-    return norm
+    return torch.cat((norm(flat[:cut].view(-1, NORM_CHUNK)), norm(flat[cut:].view(1, -1))))
 
 
 def from_local(

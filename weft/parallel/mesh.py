@@ -15,6 +15,7 @@ ranks of ``cp``, are ``dp_replicate``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -49,10 +50,16 @@ class Mesh:
         """Return this rank's process group along one of `PARAMETER_AXES`."""
         return self.param_mesh.get_group(axis)
 
+    @cached_property
+    def dp_cp_groups(self) -> list[dist.ProcessGroup]:
+        """This rank's groups of several data- and context-parallel ranks."""
+        groups = map(self.get_group, ("dp_shard", "dp_replicate"))
+        return [group for group in groups if group.size() > 1]
+
     def all_reduce_dp_cp(self, value: Tensor, *axes: str) -> Tensor:
         """Sum ``value`` in place over data- and context-parallel ranks, and other axes."""
-        for axis in ("dp_shard", "dp_replicate", *axes):
-            if (group := self.get_group(axis)).size() > 1:
+        for group in (*self.dp_cp_groups, *map(self.get_group, axes)):
+            if group.size() > 1:
                 dist.all_reduce(value, group=group)
         return value
 

@@ -61,8 +61,11 @@ def is_state_of(early_stopping: Mapping[str, Any], metric: BestMetric) -> bool:
 
 def describe_early_stop(early_stopping: Mapping[str, Any], job: Job) -> str:
     """Return why a run has stopped early; empty if it has not."""
-    patience, metric = job.train.early_stopping, get_best_metric(job.checkpoint)
-    if not patience or not is_state_of(early_stopping, metric):
+    patience = job.train.early_stopping
+    if not patience:
+        return ""
+    metric = get_best_metric(job.checkpoint)
+    if not is_state_of(early_stopping, metric):
         return ""
     if early_stopping["count"] < patience:
         return ""

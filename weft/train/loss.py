@@ -121,15 +121,21 @@ class _CrossEntropy(torch.autograd.Function):
         first: int,
         smoothing: tuple[float, float],
     ) -> Tensor:
-        logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
-        has_target_N = targets_N != IGNORE_INDEX
-        columns_N = targets_N - first
-        is_local_N = has_target_N & (columns_N >= 0) & (columns_N < logits_NV.shape[1])
-        columns_N = columns_N.masked_fill(~is_local_N, 0)
+        logits_NV, columns_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+        is_ignored_N = is_elsewhere_N = columns_N == IGNORE_INDEX
+        if group is not None:
+            columns_N = columns_N - first
+            is_elsewhere_N = (columns_N < 0) | (columns_N >= logits_NV.shape[1])
+        columns_N = columns_N.masked_fill(is_elsewhere_N, 0)
         ctx.run = partial(run_compiled, "the loss", compiled)
-        max_N, sum_N, target_N = ctx.run(_sum_exponentials, logits_NV, columns_N)
-        target_N = target_N.masked_fill(~is_local_N, 0.0)
+        # Kept for backward where they need no more memory than the logits.
+        keeps_exponentials = group is None and logits_NV.dtype == torch.float32 and not compiled
+        max_N, sum_N, target_N, *exponentials = ctx.run(
+            _sum_exponentials, logits_NV, columns_N, keeps_exponentials
+        )
         ctx.label_smoothing, ctx.uniform = smoothing
+        if group is not None:
+            target_N = target_N.masked_fill(is_elsewhere_N, 0.0)
         if ctx.label_smoothing:  # the mean logit under the smoothed target
             mean_N = ctx.run(_sum_logits, logits_NV) * ctx.uniform
             target_N = (1 - ctx.label_smoothing) * target_N + mean_N
@@ -139,30 +145,40 @@ class _CrossEntropy(torch.autograd.Function):
             sums_2N = torch.stack((sum_N * (local_max_N - max_N).exp(), target_N))
             dist.all_reduce(sums_2N, group=group)
             sum_N, target_N = sums_2N
-        ctx.save_for_backward(logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N)
+        ctx.keeps_exponentials = keeps_exponentials
+        values_NV = exponentials[0] if keeps_exponentials else logits_NV
+        ctx.save_for_backward(values_NV, columns_N, max_N, sum_N, is_elsewhere_N, is_ignored_N)
         losses_N: Tensor = sum_N.log() - (target_N - max_N)
-        return losses_N.masked_fill(~has_target_N, 0.0).view_as(targets_BT)
+        return losses_N.masked_fill(is_ignored_N, 0.0).view_as(targets_BT)
 
     @staticmethod
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
-        logits_NV, columns_N, max_N, sum_N, is_local_N, has_target_N = ctx.saved_tensors
-        grad_N = grad_BT.flatten().masked_fill(~has_target_N, 0.0)
-        at_target_N = grad_N * is_local_N
+        values_NV, columns_N, max_N, sum_N, is_elsewhere_N, is_ignored_N = ctx.saved_tensors
+        grad_N = grad_BT.flatten().masked_fill(is_ignored_N, 0.0)
+        at_target_N = grad_N.masked_fill(is_elsewhere_N, 0.0)
         uniform_N: list[Tensor] = []
         if ctx.label_smoothing:
             at_target_N = (1 - ctx.label_smoothing) * at_target_N
             uniform_N.append(ctx.uniform * grad_N)
-        grad_NV: Tensor = ctx.run(
-            _logits_gradient, logits_NV, columns_N, max_N, grad_N / sum_N, at_target_N, *uniform_N
-        )
+        scales = grad_N / sum_N, at_target_N, *uniform_N
+        if ctx.keeps_exponentials:
+            grad_NV = _scale_exponentials(values_NV, columns_N, *scales)
+        else:
+            grad_NV = ctx.run(_logits_gradient, values_NV, columns_N, max_N, *scales)
         return grad_NV.view(*grad_BT.shape, -1), *[None] * 5
 
 
-def _sum_exponentials(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's maximum, sum of exp(logit - maximum), and logit at a column."""
+def _sum_exponentials(
+    logits_NV: Tensor, columns_N: Tensor, keep: bool = False
+) -> tuple[Tensor, ...]:
+    """Return each row's maximum, sum of exp(logit - maximum), and logit at a column.
+
+    With ``keep`` also the exponentials.
+    """
     max_N = logits_NV.amax(1).float()
-    sum_N = (logits_NV - max_N[:, None]).exp_().sum(1)  # a difference of both dtypes is float32
-    return max_N, sum_N, logits_NV.gather(1, columns_N[:, None])[:, 0].float()
+    exp_NV = (logits_NV - max_N[:, None]).exp_()  # a difference of both dtypes is float32
+    sums = max_N, exp_NV.sum(1), logits_NV.gather(1, columns_N[:, None])[:, 0].float()
+    return (*sums, exp_NV) if keep else sums
 
 
 def _sum_logits(logits_NV: Tensor) -> Tensor:
@@ -191,6 +207,23 @@ def _logits_gradient(
     # Replaced, not added: the difference is rounded once, and needs no float32 (N, V).
     grad_NV[rows_N, columns_N] = (exp_N * scale_N - at_target_N).to(grad_NV.dtype)
     return grad_NV
+
+
+def _scale_exponentials(
+    exp_NV: Tensor,
+    columns_N: Tensor,
+    scale_N: Tensor,
+    at_target_N: Tensor,
+    uniform_N: Tensor | None = None,
+) -> Tensor:
+    """Return what `_logits_gradient` does, in place of exp(logit - maximum)."""
+    columns_N1 = columns_N[:, None]
+    exp_N = exp_NV.gather(1, columns_N1)[:, 0]
+    grad_NV = exp_NV.mul_(scale_N[:, None])
+    if uniform_N is not None:
+        grad_NV.sub_(uniform_N[:, None])
+        at_target_N = at_target_N + uniform_N
+    return grad_NV.scatter_(1, columns_N1, (exp_N * scale_N - at_target_N)[:, None])
 
 
 CHUNK_BYTES = 512 << 20  # maximum size of logits that exist at once

@@ -465,7 +465,8 @@ class TrainStep:
         """Return how much this rank's sequences count, together, (C,) or (1 + K,)."""
         shape = 1 + self._num_later, -1, self.objective.terms
         counts = [self.objective.counts(m.sequences).view(shape).sum(1) for m in microbatches]
-        return _sum(counts).flatten() * self._owns_targets
+        count = _sum(counts).flatten()
+        return count if self._owns_targets else torch.zeros_like(count)
 
     def _reset_metrics(self) -> None:
         for sums in (self.loss_by_source, self.metrics):
