@@ -1569,8 +1569,8 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "stages clip by their own norms",
         "optim/optimizer.py",
-        "        dist.all_reduce(total := to_group_device(total.clone(), pp_group), group=pp_group)",
-        "        pass",
+        "dist.all_reduce(total := to_group_device(total.clone(), pp_group), group=pp_group)",
+        "pass",
     ),
     Fault(
         "clipping",
