@@ -6,7 +6,14 @@ from functools import cache
 
 import pytest
 
-from benchmarks.recipe_neighbors import FREE, Neighborhood, neighbors_recipes, read_results
+from benchmarks.recipe_neighbors import (
+    FREE,
+    Neighborhood,
+    leaves_room,
+    neighbors_recipes,
+    read_results,
+    speed,
+)
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.estimate.advice import advise, apply_change, candidate_changes
@@ -77,9 +84,16 @@ def test_recipe_is_not_slower_than_its_traced_advice_and_neighbors(recipe: str) 
     prediction = forecast(here.plan, here.machine, here.device)
     assert prediction.fits
     for advice in advise(here.plan, here.machine, here.device, prediction):
-        assert advice.speedup <= SLOWER - 1 or advice.change.keys() & set(NUMBERS), str(advice)
+        if advice.speedup > SLOWER - 1 and not advice.change.keys() & set(NUMBERS):
+            # Formulas err by some percent, in time and memory: a trace decides.
+            traced = here.predict(advice.change)
+            assert (
+                traced is None
+                or not leaves_room(traced)
+                or speed(traced) <= SLOWER * speed(prediction)
+            ), str(advice)
     plans = read_results().get(recipe, {"plans": {}})["plans"].values()
     capacity = (here.machine.memory_bytes or 0) / GIB
     fitting = [plan for plan in plans if plan["gib"] <= (1 - FREE) * capacity]
     best = max((plan["tokens_per_second_per_device"] for plan in fitting), default=0.0)
-    assert best <= SLOWER * (prediction.tokens_per_second_per_device or 0.0)
+    assert best <= SLOWER * speed(prediction)

@@ -38,12 +38,12 @@ def job_of(schedule: str, num_microbatches: int) -> Overrides:
 
 
 def count_messages(schedule: str) -> list[tuple[float, float]]:
-    """Return peaks in messages, of the second step and of an evaluation, for 5 and 9 microbatches.
+    """Return peaks in messages, of the second step and of an evaluation, for 6 and 10 microbatches.
 
     Inputs are not counted.
     """
     peaks = []
-    for num_microbatches in (5, 9):
+    for num_microbatches in (6, 10):
         plan = plan_here(small_job(*job_of(schedule, num_microbatches)))
         built = build(plan, this_rank())
         record_step(built, plan)
