@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,22 @@ def test_list_matrices_sizes_are_those_of_a_rank() -> None:
         unsharded[1].out_features // 2,
         unsharded[2].out_features // 2,
     ]
+
+
+def test_list_matrices_builds_a_model_once() -> None:
+    """A configuration with a list cannot be remembered, and is built again."""
+    built = []
+
+    def build(model: object) -> nn.Module:
+        built.append(model)
+        return nn.ModuleList([nn.Linear(16, 32)])
+
+    family = replace(load_family("llama"), build=build, blocks=list)
+    for model, count in ((TOY, 1), ([TOY], 3)):
+        for tp in (1, 2):
+            (matrix,) = list_matrices(model, family, tp)
+            assert matrix == ("0", 32, 16, 0, 0)
+        assert len(built) == count
 
 
 def test_list_matrices_uneven_sizes_are_the_largest() -> None:

@@ -18,8 +18,9 @@ stay in high precision, because their errors reach the loss directly.  Candidate
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -80,21 +81,44 @@ def list_matrices(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
 
 def _list_shapes(model: Any, family: Family, tp: int) -> list[list[Matrix]]:
     """List the shapes of each linear layer of the blocks on all tensor-parallel ranks."""
-    with torch.device("meta"):
-        module = family.build(model)
-    blocks = family.blocks(module)
-    block_index = {inner: i for i, block in enumerate(blocks) for inner in block.modules()}
+    list_layers: Callable[..., tuple[Matrix, ...]] = _list_layers
+    try:
+        hash(model)
+    except TypeError:  # a user's configuration may have lists
+        list_layers = _list_layers.__wrapped__
     shapes = []
-    for name, layer in find_linear_layers(module, blocks).items():
-        experts = getattr(layer, "num_experts", 0)
-        full = Matrix(name, layer.out_features, layer.in_features, experts, block_index[layer])
-        spec = tensor_parallel_spec(name, family)
+    for full in list_layers(model, family.build, family.blocks):
+        spec = tensor_parallel_spec(full.name, family)
         if dim := {"column": "out_features", "row": "in_features"}.get(spec.weight or ""):
             sizes = _shard_sizes(getattr(full, dim), spec, model, tp)
             shapes.append([Matrix(**(full._asdict() | {dim: size})) for size in sizes])
         else:
             shapes.append([full])
     return shapes
+
+
+# A large model takes a second to build even on meta, and plans of one model follow each other.
+@lru_cache(maxsize=32)
+def _list_layers(
+    model: Any,
+    build: Callable[[Any], nn.Module],
+    list_blocks: Callable[[Any], Sequence[nn.Module]],
+) -> tuple[Matrix, ...]:
+    """Return the unsharded shape of each linear layer of the blocks."""
+    with torch.device("meta"):
+        module = build(model)
+    blocks = list_blocks(module)
+    block_index = {inner: i for i, block in enumerate(blocks) for inner in block.modules()}
+    return tuple(
+        Matrix(
+            name,
+            layer.out_features,
+            layer.in_features,
+            getattr(layer, "num_experts", 0),
+            block_index[layer],
+        )
+        for name, layer in find_linear_layers(module, blocks).items()
+    )
 
 
 def _shard_sizes(size: int, spec: TensorParallelSpec, model: Any, tp: int) -> list[int]:
