@@ -61,7 +61,7 @@ test-versions:
 
 # Plants all faults of tests/mutation in all precisions: an hour and a half on two cores.
 mutation-score: install
-	WEFT_MUTATION_SCORE=1 $(PYTEST) tests/mutation/test_mutation.py -k score
+	WEFT_MUTATION_SCORE=1 $(PYTEST) tests/mutation/test_mutation.py -k "score or catalogue"
 
 # One tier of the default suite (tests/tiers.py): no process, forked ranks, other processes.
 test-unit test-ranks test-system: test-%: install
