@@ -51,3 +51,36 @@ def test_autograd_functions_have_a_fixed_number_of_arguments() -> None:
         and function.args.vararg is not None
     }
     assert found == OPAQUE_FUNCTIONS
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules that a file imports, also in functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_code_that_trains_knows_neither_mocks_nor_fake_tensors() -> None:
+    """A planner passes a `weft.parallel.backend.Backend`; it patches nothing."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for name in imported_modules(path)
+        if name.startswith("unittest")
+        or (name.startswith("torch._subclasses") and not path.name.startswith("private"))
+    ]
+    assert wrong == []
+
+
+def test_models_import_nothing_private_of_torch() -> None:
+    wrong = [
+        f"{path.name}: {name}"
+        for path in sorted((ROOT / "models").rglob("*.py"))
+        for name in imported_modules(path)
+        if name.startswith("torch._")
+    ]
+    assert wrong == []

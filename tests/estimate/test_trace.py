@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers
 from weft.estimate.forecast import communication_by_axis, forecast
 from weft.estimate.op_recorder import OpRecorder, OpTrace
 from weft.estimate.private_trace import clear_mesh_cache
+from weft.estimate.stand_ins import record_function
 from weft.estimate.trace import (
     RankTrace,
     build_fake,
@@ -38,6 +40,7 @@ from weft.estimate.trace_memory import peak_live_bytes, simulate_memory
 from weft.models import decoder
 from weft.models.families import llama
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
+from weft.parallel.backend import Backend
 from weft.parallel.mesh import Mesh
 from weft.plan.devices import parse_cluster
 from weft.plan.plan import Machine, Plan
@@ -76,21 +79,23 @@ def small(layout: str) -> Overrides:
     ]
 
 
-def step_record(layout: str, mode: Any = None) -> dict[str, Any]:
+def step_record(layout: str, recorder: OpRecorder | None = None) -> dict[str, Any]:
     """Return the record of this rank's first step."""
     job = small_job(*small(layout))
     plan = plan_here(job)
-    if mode is None:
-        built = build(plan, this_rank())
+    if recorder is None:
+        recorder = OpRecorder()
+        run = partial(record_function, recorder, "cpu", False)
+        built = build(plan, this_rank(), Backend(run_compiled=run))
     else:
-        built, plan = build_fake(plan, mode)
+        built, plan = build_fake(plan, recorder)
     if dist.get_rank() not in (
         0,
         dist.get_world_size() - 1,
     ):  # only the ends of every axis are recorded
         step(built, job, plan)
         return {}
-    op_trace = record_step(built, plan, mode)
+    op_trace = record_step(built, plan, recorder)
     flops: dict[str, float] = {}
     for event in op_trace.events:
         if event.call is not None and event.call.flops:
@@ -163,8 +168,8 @@ def fake_ranks(layouts: list[str], ranks: int) -> StepRecords:
     dist.destroy_process_group()
     results = {}
     for layout in layouts:
-        with fake_world(rank, ranks) as mode:
-            results[layout] = step_record(layout, mode)
+        with fake_world(rank, ranks) as recorder:
+            results[layout] = step_record(layout, recorder)
     return results
 
 
@@ -174,10 +179,10 @@ def test_trace_axes_with_all_ranks_are_distinguished() -> None:
         ("dp_shard2 ep=2 model.kind=moe model.preset=toy-moe", "all_to_all ep"),
         ("cp2 cp_method=ulysses", "all_to_all cp"),
     ):
-        with fake_world(0, 2) as mode:
+        with fake_world(0, 2) as recorder:
             plan = plan_here(small_job(*small(layout)))
-            built, plan = build_fake(plan, mode)
-            op_trace = record_step(built, plan, mode)
+            built, plan = build_fake(plan, recorder)
+            op_trace = record_step(built, plan, recorder)
             found = traffic(op_trace, built.mesh, has_axes=True)
         assert {method, "all_gather dp_shard", "reduce_scatter dp_shard"} <= found.keys()
         axis = method.split()[1]

@@ -23,8 +23,8 @@ the backward pass.  Without any, its bytes are exposed.
 
 *Host waits.*  An operator that would read a value of a fake tensor fails.  Those that PyTorch
 allows are counted, as are blocking copies between host and device, and waits for events, streams
-and the device.  Left out: the sizes of the
-all-to-all of expert parallelism, which weft replaces for fake tensors.
+and the device.  Numbers of rows that the host
+reads for experts are counted on their own; the answers are those of a plan.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import (
@@ -60,27 +60,28 @@ from tests.fake_cuda.device import fake_cuda
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.config.schema import replace
+from weft.estimate import stand_ins
 from weft.estimate.op_recorder import COLLECTIVE_NAMESPACES, COLLECTIVES
 from weft.estimate.private_trace import fake_process_group, find_group_name
 from weft.estimate.trace import empty_batches
 from weft.models import attention
+from weft.models.attention import DEVICE_KERNELS
+from weft.models.host_reads import document_starts, read_counts
 from weft.monitor.anomaly import reduce_result
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel import (
     apply,
-    block_attention,
-    context_parallel,
     cuda_graphs,
     pass_overlap,
     private_schedules,
 )
 from weft.parallel import compile as compiling
+from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.mesh import axis_by_group_name
 from weft.plan.devices import find_device, parse_cluster
 from weft.plan.plan import Plan
 from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
-from weft.train import setup
 from weft.train import step as train_step
 from weft.train.setup import Rank, build
 from weft.train.step import batch_to
@@ -148,6 +149,7 @@ class Step:
     fsdp_gathers: int = 0
     host_copies: Counter[str] = field(default_factory=Counter)  # by direction
     host_waits: Counter[str] = field(default_factory=Counter)  # by line of weft
+    row_reads: int = 0  # of numbers of rows, by the host
     graphs: list[Graph] = field(default_factory=list)
     capture: dict[str, Any] | None = None  # of CUDA graphs, in the steps before this one
 
@@ -238,6 +240,11 @@ class StepCounter(TorchDispatchMode):
             if not self.is_compiling:
                 self.capture.count_operator(func.name(), (args, kwargs), out, True)
             return out
+        if func is document_starts:
+            return read_documents(*args)
+        if answer := stand_ins.HOST_READS.get(func):
+            self.step.row_reads += func is read_counts
+            return answer(*args)
         out = func(*args, **kwargs)
         if not self.is_compiling:
             self._count(func, args, kwargs, out)
@@ -426,14 +433,11 @@ def choose_attention(
     elif backend == SDPBackend.EFFICIENT_ATTENTION.value:
         out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
     else:
-        out = scaled_dot_product_attention(
+        out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options
         )
     result: Tensor = out
     return result
-
-
-scaled_dot_product_attention = F.scaled_dot_product_attention
 
 
 def choose_kernel(
@@ -456,13 +460,13 @@ def choose_constant(*shapes: Any) -> int:
     return int(choose_backend(Shapes(*shapes), torch.cuda.get_device_capability()).value)
 
 
-document_boundaries = block_attention.document_boundaries
-
-
-def real_boundaries(documents_BT: Tensor) -> list[list[int]]:
+def read_documents(documents_BT: Tensor) -> list[int]:
     """Read document ids on the host, which a fake tensor mode would make fake."""
+    if isinstance(documents_BT, FakeTensor):
+        return stand_ins.one_document(documents_BT)
     with _disable_current_modes():
-        return document_boundaries(documents_BT)
+        starts: list[int] = document_starts(documents_BT)
+    return starts
 
 
 def document_ids(plan: Plan, microbatch: int) -> Tensor | None:
@@ -515,23 +519,24 @@ def run_in_turns(main: Callable[[], None], other: Callable[[], None]) -> None:
 def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, FakeTensorMode]]:
     """Build rank 0 of the plan; its step may run in the context."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    allocate, device = setup.allocate, torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
 
-    def allocate_fake(*args: Any) -> None:
+    def allocate(*args: Any) -> None:
         with mode:
-            allocate(*args)
+            DEVICE_BACKEND.allocate(*args)
 
+    backend = Backend(
+        allocate=allocate,
+        init_params=lambda *args: None,
+        attention=DEVICE_KERNELS._replace(plain=choose_attention),
+    )
     graphs = GraphCounter(counter, plan.async_tp)
     replacements: list[tuple[Any, str, Any]] = [
-        (setup, "allocate", allocate_fake),
-        (setup, "init_params", lambda *args: None),
         (apply, "apply_compile", graphs.apply_compile),
         (compiling, "compile_function", graphs.compile_function),
-        (context_parallel, "document_boundaries", real_boundaries),
         (torch, "_fused_sdp_choice", choose_kernel),
         (Tensor, "pin_memory", lambda tensor: tensor),
         (apply, "enable_async_tp", lambda group: None),
-        (torch.nn.functional, "scaled_dot_product_attention", choose_attention),
         (
             attention,
             "_compiled_flex_attention",
@@ -548,7 +553,7 @@ def build_on_fake_cuda(plan: Plan, counter: StepCounter) -> Iterator[tuple[Any, 
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(fake_cuda(mode, counter.add_wait))
         stack.enter_context(fake_process_group(0, plan.world_size, keep_sent=True))
-        built = build(plan, Rank(0, 0, plan.world_size, device))
+        built = build(plan, Rank(0, 0, plan.world_size, device), backend)
         counter.axes = axis_by_group_name(built.mesh)
         yield built, mode
 

@@ -77,7 +77,7 @@ step.StepCounter._count = check_size
 LARGE_MASK = """
 from weft.models import decoder
 from torch.nn.attention.flex_attention import create_block_mask
-def document_mask(ids, window, chunk):
+def document_mask(ids, window, chunk, kernels):
     visible = lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k])
     return create_block_mask(visible, len(ids), None, ids.shape[1], ids.shape[1], ids.device)
 decoder.document_mask = document_mask
@@ -162,8 +162,8 @@ ONE_ROOT = """
 from dataclasses import replace
 from weft.parallel import apply
 parallelize = apply.parallelize_model
-def parallelize_model(model, plan, mesh, family):
-    parallelize(model, plan, mesh, replace(family, fsdp_units=None))
+def parallelize_model(model, plan, mesh, family, backend):
+    parallelize(model, plan, mesh, replace(family, fsdp_units=None), backend)
 apply.parallelize_model = parallelize_model
 """
 
@@ -195,27 +195,15 @@ def test_shared_experts_run_while_rows_travel(compiled: str) -> None:
     assert counts["overlapped_exchanges"] == 3 * counts["microbatches"]
 
 
-# Fails where the host would read a number of rows: all such places handle fake tensors.
-READ_ROWS = """
-import sys
-from weft.parallel import expert_dispatch
-is_fake = expert_dispatch.is_fake
-def check(x):
-    name = sys._getframe(1).f_code.co_name
-    assert name == 'occurred', f'{name} reads numbers of rows'
-    return is_fake(x)
-expert_dispatch.is_fake = check
-"""
 PADDED = ("qwen3-30b-a3b", "model.num_layers=2", "parallel.ep_dispatch=padded")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_padded_exchange_of_experts_waits_in_no_layer(mode: str) -> None:
-    counts = count(
-        *(*PADDED, f"activation_checkpoint.mode={mode}", "compile.enable=true"), fault=READ_ROWS
-    )
+    counts = count(*PADDED, f"activation_checkpoint.mode={mode}", "compile.enable=true")
     assert counts["host_waits"] == {}
+    assert counts["row_reads"] == 0
     # Of each microbatch and layer: counts; and for each of the recipe's two chunks, rows there and
     # back, and gradients of rows, twice.  Full recomputation repeats what is not a gradient.
     exchanges = counts["collectives"]["all_to_all ep"] / counts["microbatches"]
@@ -224,8 +212,7 @@ def test_padded_exchange_of_experts_waits_in_no_layer(mode: str) -> None:
 
 @pytest.mark.slow
 def test_fault_exact_sizes_of_experts_are_found() -> None:
-    with pytest.raises(RuntimeError, match="reads numbers of rows"):
-        count(*PADDED, "parallel.ep_dispatch=alltoall", fault=READ_ROWS)
+    assert count(*PADDED, "parallel.ep_dispatch=alltoall")["row_reads"] > 0
 
 
 GRAPHS = "compile.cuda_graphs=true"

@@ -147,12 +147,16 @@ def test_grouped_linear_equals_a_loop_over_experts(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_sizes_of_fake_tensors_are_balanced() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def test_sizes_are_no_constants_of_a_compiled_function() -> None:
+    def split(x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        return torch.cat([x.sum(0, True) for x in x_RD.split(group_sizes(counts_E, len(x_RD)))])
 
-    assert group_sizes(torch.tensor([7, 0, 1]), 8) == [7, 0, 1]
-    with FakeTensorMode():
-        assert group_sizes(torch.tensor([7, 0, 1]), 8) == [3, 3, 2]
+    compiled = torch.compile(split, backend="aot_eager")
+    x_RD = torch.arange(8.0)[:, None]
+    for sizes in ([7, 0, 1], [2, 4, 2]):
+        counts_E = torch.tensor(sizes)
+        assert group_sizes(counts_E, 8) == sizes
+        torch.testing.assert_close(compiled(x_RD, counts_E), split(x_RD, counts_E))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

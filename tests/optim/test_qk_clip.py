@@ -100,18 +100,20 @@ def test_flex_attention_has_the_same_maximum(
         return choose(*args[:-1], None) | {"OUTPUT_MAX": args[-1].max_scores}
 
     monkeypatch.setattr(flex, "_apply_kernel_options", choose_maximum)
-    monkeypatch.setattr(attention, "has_flex_attention", lambda _: True)
+    kernels = attention.DEVICE_KERNELS._replace(has_flex=lambda _: True)
+    causal_mask = partial(attention.causal_mask, kernels=kernels)
+    monkeypatch.setattr(qk_clip, "causal_mask", causal_mask)
     monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex.flex_attention)
     torch.manual_seed(0)
     q, k = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16)
     for documents in (torch.zeros(2, 40, dtype=torch.int64), torch.arange(40).expand(2, -1) // 7):
-        mask = document_mask(documents, *limits)
+        mask = document_mask(documents, *limits, kernels)
         if limits == (0, 0) and documents.amax() == 0:
             mask = None  # type: ignore[assignment]
         found = flex_products(q.transpose(1, 2), k.transpose(1, 2), mask)
         expected = dense_products(q, k, visible(documents, *limits))
         torch.testing.assert_close(found, expected)
-    one_mask = attention.causal_mask(q[:, :, 0, 0], *limits)  # of all sequences
+    one_mask = causal_mask(q[:, :, 0, 0], *limits)  # of all sequences
     found = flex_products(q.transpose(1, 2), k.transpose(1, 2), one_mask)
     torch.testing.assert_close(found, dense_products(q, k, visible(documents * 0, *limits)))
 

@@ -746,9 +746,9 @@ def trace_collectives() -> dict[str, dict[str, int]]:
     for method, documents in product(METHODS, BOTH):
         model = small_model()
         apply_context_parallel(model, group, method, True, compiled=False)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        ids = shard_documents(tokens, method, group.rank(), 2, True, CPU) if documents else None
         with FakeTensorMode(allow_non_fake_inputs=True), OperatorRecorder() as operators:
-            tokens = torch.zeros(2, 16, dtype=torch.int64)
-            ids = shard_documents(tokens, method, group.rank(), 2, True, CPU) if documents else None
             model(tokens[:, :8], ids, tokens[:, :8]).sum().backward()
         names = [name.split(".")[1] for name in operators.names if name.startswith("c10d.")]
         results[f"{method}, documents {documents}"] = {name: names.count(name) for name in names}

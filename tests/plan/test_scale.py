@@ -140,15 +140,15 @@ def one_step(recipe: str, placement: str, overrides: Overrides) -> None:
     assert plan.world_size == HELD[recipe][0]
     rank = rank_at(plan, placement)
     at = rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order)
-    with fake_world(rank, plan.world_size) as mode:
-        built, on_cpu = build_fake(plan, mode)
+    with fake_world(rank, plan.world_size) as recorder:
+        built, on_cpu = build_fake(plan, recorder)
         check_groups(plan, rank, axis_groups(built.mesh))
         params = dict(trainable_parameters(built.model_parts))
         for name, param in params.items():
             check_weight(recipe, plan, name, param)
         blocks = {name.split(".")[1] for name in params if name.startswith("layers.")}
         assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
-        train, clip, update = counted_step(built, job, on_cpu, mode)
+        train, clip, update = counted_step(built, job, on_cpu, recorder)
         regathers = count_regathers(built.train_step.schedule, plan, at["pp"])
         assert train == expected_in_training(
             plan, at["pp"], regathers, job.activation_checkpoint.every_n_layers
@@ -301,8 +301,8 @@ def test_every_weight_is_held_once(recipe: str) -> None:
         # Other indices on the other axes for each pipeline rank.
         at = {axis: 5 * pp % size for axis, size in plan.axis_sizes.items()} | {"pp": pp}
         rank = coordinates_to_rank(at, plan.axis_sizes, plan.axis_order)
-        with fake_world(rank, plan.world_size) as mode:
-            built, _ = build_fake(plan, mode)
+        with fake_world(rank, plan.world_size) as recorder:
+            built, _ = build_fake(plan, recorder)
             for name, param in trainable_parameters(built.model_parts):
                 assert isinstance(param, DTensor)
                 assert name not in elements
@@ -324,8 +324,8 @@ def test_ranks_of_a_replica_hold_the_model_once() -> None:
     _job, plan = planned("three-servers-small", SHALLOW["three-servers-small"])
     held = copies = 0
     for rank in range(plan.world_size):
-        with fake_world(rank, plan.world_size) as mode:
-            built, _ = build_fake(plan, mode)
+        with fake_world(rank, plan.world_size) as recorder:
+            built, _ = build_fake(plan, recorder)
             for name, param in trainable_parameters(built.model_parts):
                 assert isinstance(param, DTensor)
                 held += param.to_local().numel()
@@ -371,10 +371,10 @@ def test_counted_step_fake_ranks_equal_real_ranks() -> None:
     for layout, overrides in LAYOUTS.items():
         job = small_job(*overrides)
         for rank in (0, 3):  # the ends of every axis
-            with fake_world(rank, 4) as mode:
-                built, plan = build_fake(plan_here(job), mode)
-                counted_step(built, job, plan, mode)
-                counts = counted_step(built, job, plan, mode)
+            with fake_world(rank, 4) as recorder:
+                built, plan = build_fake(plan_here(job), recorder)
+                counted_step(built, job, plan, recorder)
+                counts = counted_step(built, job, plan, recorder)
                 assert counts == real[rank][layout], layout
 
 

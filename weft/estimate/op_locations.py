@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 
 from weft.estimate.op_recorder import OUTSIDE_BLOCKS, BlockIndex, Event, OpLocation, OpRecorder
 from weft.estimate.private_trace import local_tensor
-from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.private import is_in_backward, wrap_pipeline_actions
 
 
@@ -132,21 +130,6 @@ def _hook_blocks(
         # Before FSDP's hooks, so that a block's backward begins before FSDP's pre-backward.
         handles.append(block.register_forward_hook(after(group), prepend=True))
     return handles
-
-
-@contextmanager
-def register_host_copies(recorder: OpRecorder) -> Iterator[set[int]]:
-    """Register host copies of offloaded activations; yield the set of storages."""
-    storages: set[int] = set()
-    to_host = OffloadedTensor.empty_on_host
-
-    def register_host_copy(tensor: Tensor, pin: bool) -> Tensor:
-        copy = to_host(tensor, pin)
-        storages.add(recorder.register(copy))
-        return copy
-
-    with patch.object(OffloadedTensor, "empty_on_host", staticmethod(register_host_copy)):
-        yield storages
 
 
 def register_storages(

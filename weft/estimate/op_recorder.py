@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from weft.config.errors import WeftError
 from weft.estimate.private_trace import (
     find_group_name,
+    has_wrapper,
+    is_of_other_mode,
     observe_collective_waits,
     observe_sharding_propagation,
     observe_storage_resizes,
 )
-from weft.optim import lean
 
 BlockIndex = tuple[int, int]
 OUTSIDE_BLOCKS = -1  # index of a stage's modules outside blocks
@@ -190,14 +190,20 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records operators and storages in `events`."""
 
-    def __init__(self, mode: FakeTensorMode | None) -> None:
+    def __init__(
+        self,
+        mode: TorchDispatchMode | None = None,
+        host_reads: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
         """Create a recorder.
 
         Args:
             mode: mode of the fake tensors to record; None: real tensors.
+            host_reads: called in place of operators that read values.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mode = mode
+        self.mode, self._host_reads = mode, host_reads or {}
+        self.host_storages: set[int] = set()
         self.location = OpLocation(0, "start", 0)
         self.events: list[Event] = []
         self.initial_bytes: dict[int, int] = {}
@@ -303,11 +309,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if tensor.device.type == "meta":
                 return False
-            if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.mode:
+            if is_of_other_mode(tensor, self.mode):
                 return False
         return True
 
-    def record_updates(self, device: str, params: Iterable[Any], *args: Any) -> None:
+    def record_updates(
+        self, device: str, function: Callable[..., Any], params: Iterable[Any], *args: Any
+    ) -> None:
         """Record an optimizer's update of each parameter, in the block of the parameter.
 
         On a GPU it is one kernel, which writes everything it reads except the gradient.  On a CPU
@@ -328,7 +336,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._append(block, call=OpCall("update", 0.0, shapes, reads, tuple(written)))
                 continue
             self.location = self.location._replace(block=block)
-            lean.update_all([tensors], *args)
+            function([tensors], *args)
             self.location = self.location._replace(block=None)
 
     def record_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -406,10 +414,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind != FakeTensor):
+        if has_wrapper(types):
             return NotImplemented  # the wrapper calls operators on its inner tensors
         if self.mode is not None and func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as on real tensors; the fake operator would copy
+        if answer := self._host_reads.get(func):
+            return answer(*args)
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)  # queries the device

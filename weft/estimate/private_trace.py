@@ -13,9 +13,28 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from weft.parallel.float8 import import_quietly
 from weft.parallel.private import patch_attribute
+
+
+def new_fake_mode() -> TorchDispatchMode:
+    """Return a mode in which new tensors have shapes but no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_of_other_mode(tensor: Tensor, mode: TorchDispatchMode | None) -> bool:
+    """Return True for a fake tensor of another mode than ``mode``."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode
+
+
+def has_wrapper(types: Iterable[type]) -> bool:
+    """Return True if a type wraps other tensors, and calls operators on them."""
+    return any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind != FakeTensor)
+
 
 OnChange = Callable[[bool], None]
 
@@ -169,3 +188,17 @@ def clear_mesh_cache() -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def replace_mxfp8_kernels(
+    cast_rows: Callable[..., Any], cast_columns: Callable[..., Any]
+) -> Iterator[None]:
+    """Replace the kernels by which torchao casts to MXFP8 on a GPU."""
+    tensors = import_quietly("torchao.prototype.mx_formats.mx_tensor")
+    kernels = import_quietly("torchao.prototype.mx_formats.kernels")
+    with (
+        patch_attribute(tensors, "triton_to_mxfp8_dim0", cast_rows),
+        patch_attribute(kernels, "mxfp8_quantize_cuda", cast_columns),
+    ):
+        yield

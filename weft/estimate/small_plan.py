@@ -33,6 +33,8 @@ def make_traceable(plan: Plan, device: str) -> Plan:
         changes["data"] = {"packing": "windows"}
         if job.data.format == "chat":
             changes["data"]["format"] = "text"
+    if plan.cp > 1 and job.parallel.cp_method != "ulysses":  # the blocks of one document
+        plan = replace(plan, varlen_documents=False)
     return replace(plan, job=replace_sections(job, **changes))
 
 

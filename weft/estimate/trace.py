@@ -4,10 +4,7 @@ PyTorch's fake process group completes every collective at once, and fake tensor
 memory.  With both, a laptop builds, shards and runs the step of one of 16,384 ranks by the code
 that trains.  Values and time are left out.
 
-Two steps need special care:
-
-* FSDP reads the mesh's real tensor while it shards, so only ``allocate`` runs under the fake mode.
-* Initial weights depend on values; the trace skips them.
+`weft.estimate.stand_ins` lists what differs from training.
 
 Fake tensors are on the CPU, because a PyTorch build without CUDA cannot run autograd on fake CUDA
 tensors.  `tests/fake_cuda` can, with a small library that needs a compiler.
@@ -19,17 +16,15 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from weft.checkpoint.state_dict import trainable_parameters
@@ -37,12 +32,11 @@ from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
 from weft.estimate.op_locations import (
     locate_received,
-    register_host_copies,
     register_storages,
     track_locations,
 )
 from weft.estimate.op_recorder import Event, OpCall, OpLocation, OpRecorder, OpTrace
-from weft.estimate.private_trace import fake_process_group, local_tensor
+from weft.estimate.private_trace import fake_process_group, local_tensor, new_fake_mode
 from weft.estimate.small_plan import (
     find_layer_pattern,
     fold_stages,
@@ -51,16 +45,13 @@ from weft.estimate.small_plan import (
     shrink_plan,
     use_sequential_schedule,
 )
+from weft.estimate.stand_ins import HOST_READS, trace_backend
 from weft.estimate.trace_cache import load_or_compute
-from weft.estimate.traced_attention import trace_gpu_attention
 from weft.estimate.traced_float8 import trace_mxfp8_casts
 from weft.models import Family
-from weft.optim import lean
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
-from weft.parallel import context_parallel
-from weft.parallel import mesh as mesh_module
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
-from weft.parallel.private import create_group, get_group_ranks
+from weft.parallel.private import get_group_ranks
 from weft.plan.pipeline_schedule import (
     Action,
     PipelineSchedule,
@@ -70,7 +61,6 @@ from weft.plan.pipeline_schedule import (
 )
 from weft.plan.placement import coordinates_to_rank
 from weft.plan.plan import Plan
-from weft.train import loss, setup
 from weft.train.run import manual_gc
 from weft.train.setup import Built, Rank, build
 
@@ -82,74 +72,54 @@ STEADY_MICROBATCHES = 5
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[FakeTensorMode]:
+def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[OpRecorder]:
     """Act as ``rank`` of ``world_size`` ranks in a fake process group.
 
     If ``keep_sent``, messages hold their tensors until the schedule waits for them.
 
     Yields:
-        The fake tensor mode, not yet entered.
+        A recorder of the step of one rank, with fake tensors.
     """
     with fake_process_group(rank, world_size, keep_sent):
-        yield FakeTensorMode(allow_non_fake_inputs=True)
+        yield OpRecorder(new_fake_mode(), HOST_READS)
 
 
-def build_fake(plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]:
+def build_fake(plan: Plan, recorder: OpRecorder, compiled: bool = False) -> tuple[Built, Plan]:
     """Build this rank with fake parameters by `weft.train.setup.build`.
+
+    Args:
+        plan: of the rank; of its device.
+        recorder: from `fake_world`; records the step.
+        compiled: torch.compile is enabled in the run.
 
     Returns:
         The built rank, and the plan with the CPU as its device.
     """
+    backend = trace_backend(recorder, plan.device, compiled)
     plan = replace(plan, device="cpu")
     rank = Rank(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
-    real: Callable[..., None] = setup.allocate
-
-    def allocate(*args: Any) -> None:
-        with mode:
-            real(*args)
-
-    with (
-        patch.object(setup, "allocate", allocate),
-        patch.object(setup, "init_params", _skip_init),
-        patch.object(mesh_module, "create_group", _create_group),
-    ):
-        return build(plan, rank), plan
-
-
-def _create_group(device: str, rows: Tensor, name: str) -> Any:
-    """Create a group for each axis; real axes with all ranks share the world's group."""
-    if rows.shape[1] == dist.get_world_size():
-        return dist.new_group(rows[0].tolist(), use_local_synchronization=True, group_desc=name)
-    return create_group(device, rows, name)
-
-
-def _skip_init(*args: Any) -> None:
-    """Leave the weights uninitialized."""
+    return build(plan, rank, backend), plan
 
 
 def record_step(
     built: Built,
     plan: Plan,
-    mode: FakeTensorMode | None = None,
+    recorder: OpRecorder | None = None,
     group_size: int = 1,
-    device: str = "cpu",
-    compiled: bool = False,
 ) -> OpTrace:
     """Record one step: all microbatches, gradient clipping and the optimizer.
 
     Args:
         built: model, optimizer and mesh of the rank.
         plan: plan of the rank.
-        mode: mode of the fake tensors; None: real tensors, and all ranks run together.
+        recorder: of `build_fake`; None: tensors are real, and all ranks run together.
         group_size: number of blocks that count as one.
-        device: device of the run.
-        compiled: torch.compile is enabled in the run.
     """
     get_blocks = partial(_main_blocks, plan.family)
-    recorder = OpRecorder(mode)
+    recorder = recorder or OpRecorder()
     params = [param for _, param in trainable_parameters(built.model_parts)]
     stages = built.mesh.get_group("pp") if plan.pp > 1 else None
-    with mode or nullcontext():
+    with recorder.mode or nullcontext():
         storage_blocks = register_storages(recorder, built.model_parts, get_blocks, group_size)
         optimizer_states = frozenset(
             recorder.register(local_tensor(value))
@@ -167,8 +137,6 @@ def record_step(
         with (
             manual_gc(),  # as in training, cycles stay alive
             recorder,
-            register_host_copies(recorder) as host_storages,
-            record_fused_kernels(recorder, device, compiled),
         ):
             with track_locations(
                 recorder, built.model_parts, get_blocks, built.train_step, group_size
@@ -195,29 +163,13 @@ def record_step(
         input_microbatches,
         optimizer_states,
         gradients,
-        frozenset(host_storages),
+        frozenset(recorder.host_storages),
     )
 
 
 def _main_blocks(family: Family, part: nn.Module) -> list[nn.Module]:
     """Return the blocks; layers of multi-token prediction count as the head."""
     return [block for block in family.blocks(part) if not getattr(block, "is_mtp", False)]
-
-
-@contextmanager
-def record_fused_kernels(recorder: OpRecorder, device: str, compiled: bool) -> Iterator[None]:
-    """Record as one kernel each function outside blocks that the run compiles."""
-    with ExitStack() as stack:
-        updates = partial(recorder.record_updates, device)
-        stack.enter_context(patch.object(lean, "run_updates", updates))
-        for name in ("accumulate_block", "accumulate_block_grad"):
-            repeated = partial(recorder.record_repeated, getattr(context_parallel, name))
-            stack.enter_context(patch.object(context_parallel, name, repeated))
-        kernels = (loss._sum_exponentials, loss._sum_logits, loss._logits_gradient)
-        for function in kernels if compiled else ():
-            kernel = partial(recorder.record_kernel, function)
-            stack.enter_context(patch.object(loss, function.__name__, kernel))
-        yield
 
 
 def empty_batches(plan: Plan) -> list[Batch]:
@@ -397,9 +349,8 @@ def record_rank(
     # `use_sequential_schedule`.
     keep_sent = plan.pipeline is None or plan.schedule_name == "GPipe"
     world = fake_world(rank, plan.world_size, keep_sent)
-    flex = trace_gpu_attention(plan.device)
     casts = trace_mxfp8_casts(plan.float8 == "mxfp8" and not plan.float8_emulated)
-    with world as mode, flex, casts, tempfile.TemporaryDirectory() as directory:
+    with world as recorder, casts, tempfile.TemporaryDirectory() as directory:
         has_fewer_microbatches = small_plan.num_microbatches < plan.num_microbatches
         if (
             small_plan.pipeline is not None
@@ -413,15 +364,14 @@ def record_rank(
             small_plan = use_sequential_schedule(
                 small_plan, "W" in action_kinds(planned_schedule(plan)), Path(directory)
             )
-        built, small_plan = build_fake(make_traceable(small_plan, plan.device), mode)
+        small_plan = make_traceable(small_plan, plan.device)
+        built, small_plan = build_fake(small_plan, recorder, plan.is_compiled)
         section = plan.job.activation_checkpoint
         if plan.is_compiled and plan.cp > 1 and section.mode == "selective" and not section.offload:
             _keep_attention_inputs(built.model_parts)
         # A compiled part of a block cannot stop in the middle of its recomputation.
         with set_checkpoint_early_stop(not (plan.is_compiled and plan.has_graph_breaks)):
-            op_trace = record_step(
-                built, small_plan, mode, group_size, plan.device, plan.is_compiled
-            )
+            op_trace = record_step(built, small_plan, recorder, group_size)
         comm_groups = find_comm_groups(op_trace, built.mesh)
     return op_trace, step_size(small_plan, pp, group_size), comm_groups
 

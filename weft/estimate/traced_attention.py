@@ -13,70 +13,40 @@ Shapes in names as in `weft.models.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models import attention
-from weft.models.attention import MASK_BLOCK, AttentionOptions, Mask
+from weft.models.attention import MASK_BLOCK, AttentionKernels, AttentionOptions, attend_flex
 from weft.models.varlen_attention import DocumentOffsets
-from weft.parallel import activation_checkpoint
 
 
-@contextmanager
-def trace_gpu_attention(device: str) -> Iterator[None]:
-    """Trace the attention of a run on ``device``."""
-    with ExitStack() as stack:
-        if device != "cpu":
-            policy = (*activation_checkpoint.ATTENTION, "weft::flex_attention")
-            stack.enter_context(patch.object(activation_checkpoint, "ATTENTION", policy))
-            stack.enter_context(patch.object(attention, "has_flex_attention", lambda _: True))
-            traced = partial(_attend_flex, attention._attend_flex)
-            stack.enter_context(patch.object(attention, "_attend_flex", traced))
-            traced = partial(_attend_documents, traced)
-            stack.enter_context(patch.object(attention, "_attend_documents", traced))
-            traced = partial(_attend_causal, F.scaled_dot_product_attention)
-            stack.enter_context(patch.object(F, "scaled_dot_product_attention", traced))
-        yield
-
-
-def _attend_causal(
-    original: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, **options: Any
-) -> Tensor:
-    """Call the original function, unless no kernel of a CPU has these shapes."""
+def _attend_plain(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, **options: Any) -> Tensor:
+    """Compute attention as usual, unless no kernel of a CPU has these shapes."""
     if not options["is_causal"] or q_BHTK.shape[3] == v_BGTV.shape[3]:
-        return original(q_BHTK, k_BGTK, v_BGTV, **options)  # type: ignore[no-any-return]
+        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTV, **options)
     pairs = visited_pairs(q_BHTK.shape[2])
     return torch.ops.weft.flex_attention(q_BHTK, k_BGTK, v_BGTV, pairs)[0]  # type: ignore[no-any-return]
 
 
 def _attend_flex(
-    original: Any,
     q_BHTK: Tensor,
     k_BGTK: Tensor,
     v_BGTV: Tensor,
-    mask: Mask,
+    _: Any,
     options: AttentionOptions,
+    return_lse: bool = False,
+    **arguments: Any,
 ) -> Any:
-    """Call the original function with a traced kernel."""
     pairs = visited_pairs(q_BHTK.shape[2], options.window, options.chunk)
-
-    def kernel(*qkv: Tensor, return_lse: bool = False, **_: Any) -> Any:
-        out_BHTV, lse_BHT = torch.ops.weft.flex_attention(*qkv, pairs)
-        return (out_BHTV, lse_BHT) if return_lse else out_BHTV
-
-    with patch.object(attention, "_compiled_flex_attention", lambda: kernel):
-        return original(q_BHTK, k_BGTK, v_BGTV, mask, options)
+    out_BHTV, lse_BHT = torch.ops.weft.flex_attention(q_BHTK, k_BGTK, v_BGTV, pairs)
+    return (out_BHTV, lse_BHT) if return_lse else out_BHTV
 
 
 def _attend_documents(
-    attend_flex: Any,
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGV: Tensor,
@@ -84,9 +54,17 @@ def _attend_documents(
     options: AttentionOptions,
 ) -> Tensor:
     """Return attention by the operator of the trace; each sequence is one document."""
-    heads = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
-    out_BHTV: Tensor = attend_flex(*heads, None, options)
+    q_BHTK, k_BGTK, v_BGTV = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
+    out_BHTV = attend_flex(q_BHTK, k_BGTK, v_BGTV, None, options, GPU_KERNELS)
     return out_BHTV.transpose(1, 2)
+
+
+GPU_KERNELS = AttentionKernels(
+    has_flex=lambda x: True,
+    plain=_attend_plain,
+    flex=_attend_flex,
+    documents=_attend_documents,
+)
 
 
 @cache

@@ -9,27 +9,19 @@ Shapes in names: M rows and K columns of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from weft.parallel.float8 import MX_BLOCK_SIZE, import_quietly
+from weft.estimate.private_trace import replace_mxfp8_kernels
+from weft.parallel.float8 import MX_BLOCK_SIZE
 
 
-@contextmanager
-def trace_mxfp8_casts(enabled: bool) -> Iterator[None]:
+def trace_mxfp8_casts(enabled: bool) -> AbstractContextManager[None]:
     """Trace the casts of a run on a GPU that casts to MXFP8."""
-    with ExitStack() as stack:
-        if enabled:
-            tensors = import_quietly("torchao.prototype.mx_formats.mx_tensor")
-            kernels = import_quietly("torchao.prototype.mx_formats.kernels")
-            stack.enter_context(patch.object(tensors, "triton_to_mxfp8_dim0", _cast_rows))
-            stack.enter_context(patch.object(kernels, "mxfp8_quantize_cuda", _cast_columns))
-        yield
+    return replace_mxfp8_kernels(_cast_rows, _cast_columns) if enabled else nullcontext()
 
 
 def _cast_rows(x_MK: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

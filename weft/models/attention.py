@@ -52,6 +52,94 @@ DEFAULT_OPTIONS = AttentionOptions()
 Attend = Callable[[Tensor, Tensor, Tensor, Any, AttentionOptions], Tensor]
 
 
+# --------------------------------------------------------------------------- kernels
+
+
+def has_flex_attention(x: Tensor) -> bool:
+    """Return True if FlexAttention computes masks and options on the device of ``x``."""
+    return supports(x.device.type, "FlexAttention")
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    allow_recompilation()
+    return torch.compile(flex_attention, dynamic=False)
+
+
+# Options of FlexAttention's kernels by major compute capability, for 16-bit heads of at most
+# `FLEX_MAX_HEAD_DIM`, where PyTorch's own spill registers (docs/gpu-kernels.md).  On Blackwell
+# PyTorch has Hopper's tiles of 64 by 128 in backward, for half the threads.
+FLEX_OPTIONS: Mapping[int, dict[str, int]] = {10: {"bwd_num_warps": 8}}
+FLEX_MAX_HEAD_DIM = 128
+GPU_MODULE: Any = torch.get_device_module(GPU)  # here, for the compiler knows its functions
+
+
+def flex_options(q_BHTK: Tensor) -> dict[str, int]:
+    """Return options of FlexAttention's kernels for queries; none: PyTorch's own."""
+    is_small = q_BHTK.dtype.itemsize == 2 and q_BHTK.shape[3] <= FLEX_MAX_HEAD_DIM
+    if q_BHTK.device.type != GPU or not is_small:
+        return {}
+    return FLEX_OPTIONS.get(GPU_MODULE.get_device_capability()[0], {})
+
+
+def flex_on_device(
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTV: Tensor,
+    mask: BlockMask,
+    options: AttentionOptions,
+    **arguments: Any,
+) -> Any:
+    """Call FlexAttention with arguments that depend on the layer."""
+    # Uncompiled, flex_attention materializes and saves all scores.
+    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    if kernel_options := flex_options(q_BHTK):
+        arguments["kernel_options"] = kernel_options
+    return flex(
+        q_BHTK, k_BGTK, v_BGTV, block_mask=mask, enable_gqa=True, scale=options.scale, **arguments
+    )
+
+
+def attend_documents(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    documents: DocumentOffsets,
+    options: AttentionOptions,
+) -> Tensor:
+    """Compute attention within documents by a kernel that takes all in a row."""
+    width, missing = v_BTGV.shape[3], k_BTGK.shape[3] - v_BTGV.shape[3]
+    if missing:  # the kernel has one width for keys and values
+        v_BTGV = F.pad(v_BTGV, (0, missing))
+    out_NHK, _ = varlen_attention(
+        *(x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGV)),
+        options.sinks_H,
+        *documents,
+        options.scale or k_BTGK.shape[3] ** -0.5,
+        options.window if options.window < k_BTGK.shape[1] else 0,
+    )
+    return torch.unflatten(out_NHK[..., :width], 0, q_BTHK.shape[:2])
+
+
+class AttentionKernels(NamedTuple):
+    """Kernels of a device, which `weft.parallel.backend.Backend` may replace.
+
+    Attributes:
+        has_flex: returns True if FlexAttention computes masks and options on a tensor's device.
+        plain: called as `F.scaled_dot_product_attention`.
+        flex: see `flex_on_device`; with ``return_lse`` it also returns the log-sum-exp.
+        documents: see `attend_documents`.
+    """
+
+    has_flex: Callable[[Tensor], bool] = has_flex_attention
+    plain: Callable[..., Tensor] = F.scaled_dot_product_attention
+    flex: Callable[..., Any] = flex_on_device
+    documents: Callable[..., Tensor] = attend_documents
+
+
+DEVICE_KERNELS = AttentionKernels()
+
+
 # --------------------------------------------------------------------------- masks
 
 
@@ -81,18 +169,19 @@ def first_visible(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tens
     return starts_BT.maximum(positions_T - (window - 1)) if window else starts_BT
 
 
-def has_flex_attention(x: Tensor) -> bool:
-    """Return True if FlexAttention computes masks and options on the device of ``x``."""
-    return supports(x.device.type, "FlexAttention")
-
-
-def document_mask(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tensor | BlockMask:
+def document_mask(
+    documents_BT: Tensor,
+    window: int = 0,
+    chunk: int = 0,
+    kernels: AttentionKernels = DEVICE_KERNELS,
+) -> Tensor | BlockMask:
     """Return the causal mask within documents, and within a window or chunk.
 
     Args:
         documents_BT: integers; a document is a run of equal ones.
         window: see `AttentionOptions`.
         chunk: see `AttentionOptions`.
+        kernels: of the device.
 
     Returns:
         bool ``[B, 1, T, T]``, true where the query (second to last dimension) sees the key, which
@@ -100,15 +189,17 @@ def document_mask(documents_BT: Tensor, window: int = 0, chunk: int = 0) -> Tens
         skips whole blocks.
     """
     starts_BT = first_visible(documents_BT, window, chunk)
-    if has_flex_attention(documents_BT):
+    if kernels.has_flex(documents_BT):
         return interval_block_mask(starts_BT)
     keys_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     return ((keys_T >= starts_BT.unsqueeze(2)) & (keys_T <= keys_T.unsqueeze(1))).unsqueeze(1)
 
 
-def causal_mask(x_BT: Tensor, window: int = 0, chunk: int = 0) -> Tensor | BlockMask:
+def causal_mask(
+    x_BT: Tensor, window: int = 0, chunk: int = 0, kernels: AttentionKernels = DEVICE_KERNELS
+) -> Tensor | BlockMask:
     """Return `document_mask` of one sequence of one document, as long as ``x_BT``."""
-    return document_mask(torch.zeros_like(x_BT[:1, :], dtype=torch.int64), window, chunk)
+    return document_mask(torch.zeros_like(x_BT[:1, :], dtype=torch.int64), window, chunk, kernels)
 
 
 MASK_BLOCK = 128  # queries and keys of a block of `interval_block_mask`
@@ -157,18 +248,13 @@ def interval_block_mask(starts_BT: Tensor) -> BlockMask:
 # --------------------------------------------------------------------------- products
 
 
-@cache
-def _compiled_flex_attention() -> Any:
-    allow_recompilation()
-    return torch.compile(flex_attention, dynamic=False)
-
-
 def attend(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     mask_B1TT: Mask,
     options: AttentionOptions = DEFAULT_OPTIONS,
+    kernels: AttentionKernels = DEVICE_KERNELS,
 ) -> Tensor:
     """Compute scaled dot-product attention, causal unless a mask is given.
 
@@ -179,23 +265,24 @@ def attend(
         mask_B1TT: as from `document_mask`, window or chunk included; None: causal; or the offsets
             of documents, chunks included.
         options: of the layer.
+        kernels: of the device.
 
     Returns:
         ``[B, T, H, V]`` in the dtype of ``q_BTHK``.
     """
     if isinstance(mask_B1TT, DocumentOffsets):
-        return _attend_documents(q_BTHK, k_BTGK, v_BTGV, mask_B1TT, options)
+        return kernels.documents(q_BTHK, k_BTGK, v_BTGV, mask_B1TT, options)
     is_local = 0 < (options.window or options.chunk) < k_BTGK.shape[1]
     is_plain = options.softcap == 0 and options.sinks_H is None
-    if mask_B1TT is None and (is_local or (has_flex_attention(q_BTHK) and not is_plain)):
-        mask_B1TT = causal_mask(q_BTHK[:, :, 0, 0], options.window, options.chunk)
+    if mask_B1TT is None and (is_local or (kernels.has_flex(q_BTHK) and not is_plain)):
+        mask_B1TT = causal_mask(q_BTHK[:, :, 0, 0], options.window, options.chunk, kernels)
     if options.record_logits is not None:
         options.record_logits(q_BTHK, k_BTGK, mask_B1TT, options)
     q_BHTK, k_BGTK, v_BGTV = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
     if isinstance(mask_B1TT, BlockMask):
-        out_BHTV = _attend_flex(q_BHTK, k_BGTK, v_BGTV, mask_B1TT, options)
+        out_BHTV = attend_flex(q_BHTK, k_BGTK, v_BGTV, mask_B1TT, options, kernels)
     elif is_plain:
-        out_BHTV = F.scaled_dot_product_attention(
+        out_BHTV = kernels.plain(
             q_BHTK,
             k_BGTK,
             v_BGTV,
@@ -207,33 +294,22 @@ def attend(
             enable_gqa=True,
         )
     else:
-        mask: Any = causal_mask(q_BTHK[:, :, 0, 0]) if mask_B1TT is None else mask_B1TT
+        mask: Any = mask_B1TT
+        if mask is None:
+            mask = causal_mask(q_BTHK[:, :, 0, 0], kernels=kernels)
         out_BHTV = _attend_to_scores(q_BHTK, k_BGTK, v_BGTV, mask, options)
     return out_BHTV.transpose(1, 2)
 
 
-# Options of FlexAttention's kernels by major compute capability, for 16-bit heads of at most
-# `FLEX_MAX_HEAD_DIM`, where PyTorch's own spill registers (docs/gpu-kernels.md).  On Blackwell
-# PyTorch has Hopper's tiles of 64 by 128 in backward, for half the threads.
-FLEX_OPTIONS: Mapping[int, dict[str, int]] = {10: {"bwd_num_warps": 8}}
-FLEX_MAX_HEAD_DIM = 128
-GPU_MODULE: Any = torch.get_device_module(GPU)  # here, for the compiler knows its functions
-
-
-def flex_options(q_BHTK: Tensor) -> dict[str, int]:
-    """Return options of FlexAttention's kernels for queries; none: PyTorch's own."""
-    is_small = q_BHTK.dtype.itemsize == 2 and q_BHTK.shape[3] <= FLEX_MAX_HEAD_DIM
-    if q_BHTK.device.type != GPU or not is_small:
-        return {}
-    return FLEX_OPTIONS.get(GPU_MODULE.get_device_capability()[0], {})
-
-
-def _attend_flex(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, mask: BlockMask, options: AttentionOptions
+def attend_flex(
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTV: Tensor,
+    mask: Any,
+    options: AttentionOptions,
+    kernels: AttentionKernels,
 ) -> Tensor:
     """Compute attention by FlexAttention, whose backward keeps no scores."""
-    # Uncompiled, flex_attention materializes and saves all scores.
-    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     softcap, sinks_H = options.softcap, options.sinks_H
 
     def limit(score: Tensor, *indices: Tensor) -> Tensor:
@@ -241,37 +317,12 @@ def _attend_flex(
 
     extra: dict[str, Any] = {"score_mod": limit} if softcap else {}
     extra |= {"return_lse": True} if sinks_H is not None else {}
-    if kernel_options := flex_options(q_BHTK):
-        extra["kernel_options"] = kernel_options
-    out = flex(
-        q_BHTK, k_BGTK, v_BGTV, block_mask=mask, enable_gqa=True, scale=options.scale, **extra
-    )
+    out = kernels.flex(q_BHTK, k_BGTK, v_BGTV, mask, options, **extra)
     if sinks_H is None:
         return out  # type: ignore[no-any-return]
     out_BHTV, lse_BHT = out
     share_BHT = torch.sigmoid(lse_BHT - sinks_H.float().unsqueeze(-1))
     return (out_BHTV * share_BHT.unsqueeze(-1)).to(q_BHTK.dtype)  # type: ignore[no-any-return]
-
-
-def _attend_documents(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGV: Tensor,
-    documents: DocumentOffsets,
-    options: AttentionOptions,
-) -> Tensor:
-    """Compute attention within documents by a kernel that takes all in a row."""
-    width, missing = v_BTGV.shape[3], k_BTGK.shape[3] - v_BTGV.shape[3]
-    if missing:  # the kernel has one width for keys and values
-        v_BTGV = F.pad(v_BTGV, (0, missing))
-    out_NHK, _ = varlen_attention(
-        *(x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGV)),
-        options.sinks_H,
-        *documents,
-        options.scale or k_BTGK.shape[3] ** -0.5,
-        options.window if options.window < k_BTGK.shape[1] else 0,
-    )
-    return torch.unflatten(out_NHK[..., :width], 0, q_BTHK.shape[:2])
 
 
 def _attend_to_scores(

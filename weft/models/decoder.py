@@ -15,13 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.attention import Attention, LatentAttention, Mask, causal_mask, document_mask
+from weft.models.attention import (
+    DEVICE_KERNELS,
+    Attention,
+    AttentionKernels,
+    LatentAttention,
+    Mask,
+    attend,
+    causal_mask,
+    document_mask,
+)
 from weft.models.decoder_config import DecoderConfig
 from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import FeedForward, LayerNorm, RMSNorm, build_norm
@@ -317,7 +327,11 @@ class Decoder(nn.Module):
 
 
 def build_mask(
-    documents_BT: Tensor | PackedDocuments | None, ids_BT: Tensor, window: int, chunk: int
+    documents_BT: Tensor | PackedDocuments | None,
+    ids_BT: Tensor,
+    window: int,
+    chunk: int,
+    kernels: AttentionKernels = DEVICE_KERNELS,
 ) -> Mask:
     """Return the mask of layers with a window or chunk; None: plain causal attention.
 
@@ -326,10 +340,21 @@ def build_mask(
     if isinstance(documents_BT, PackedDocuments):
         return documents_BT.select(chunk)
     if documents_BT is not None:
-        return document_mask(documents_BT, window, chunk)
+        return document_mask(documents_BT, window, chunk, kernels)
     if 0 < (window or chunk) < ids_BT.shape[1]:
-        return causal_mask(ids_BT if ids_BT.dim() == 2 else ids_BT[:, :, 0], window, chunk)
+        row_BT = ids_BT if ids_BT.dim() == 2 else ids_BT[:, :, 0]
+        return causal_mask(row_BT, window, chunk, kernels)
     return None
+
+
+def use_attention_kernels(model: nn.Module, kernels: AttentionKernels) -> None:
+    """Let a model compute attention by other kernels, in place."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if getattr(module, "attend", None) is attend:
+            module.attend = partial(attend, kernels=kernels)
+        if getattr(module, "mask", None) is build_mask:
+            module.mask = partial(build_mask, kernels=kernels)
 
 
 # --------------------------------------------------------------------------- tables

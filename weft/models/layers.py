@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.models.decoder_config import DecoderConfig
+from weft.models.host_reads import read_counts
 
 
 class RMSNorm(nn.Module):
@@ -213,11 +213,6 @@ def _ends(counts_E: Tensor) -> Tensor:
     return counts_E.cumsum(0).to(torch.int32)
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Return True for a fake tensor, which has no values (a traced program)."""
-    return isinstance(tensor, FakeTensor)
-
-
 def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Call ``function.apply(*args)``, which is untyped in torch."""
     return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
@@ -229,18 +224,12 @@ NUM_COMPILED_VARIANTS = 64
 
 def allow_recompilation() -> None:
     """Let torch.compile compile `NUM_COMPILED_VARIANTS` variants of a function."""
-    import torch._dynamo.config as config
+    import torch.compiler.config as config
 
     config.recompile_limit = max(config.recompile_limit, NUM_COMPILED_VARIANTS)
 
 
 def group_sizes(counts_E: Tensor, total: int) -> list[int]:
-    """Return the values of ``counts_E``, or equal shares of ``total`` if it is fake.
-
-    A mixture of experts is therefore planned for perfect balance.
-    """
-    if not is_fake(counts_E):
-        sizes: list[int] = counts_E.tolist()
-        return sizes
-    share, remainder = divmod(total, len(counts_E))
-    return [share + (i < remainder) for i in range(len(counts_E))]
+    """Return the values of ``counts_E``, of sum ``total``; the host waits for them."""
+    sizes: list[int] = read_counts([counts_E], total)
+    return sizes

@@ -52,10 +52,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.config.accelerators import supports
-from weft.parallel.compile import run_compiled
+from weft.parallel.compile import RunCompiled, run_compiled
 from weft.parallel.dtensor import flat_indices, shard_like, shard_offsets, to_local
 from weft.plan.matrices import MOMENT_BLOCK_SIZE
 
+UPDATE = "the optimizer's update"  # label of `run_compiled`
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero
 MAX_OCTAVES = 40  # of the second moment that a block can span
 TO_NEAREST = (1 << 15) - (1 << 31)  # both halves of 32 random bits
@@ -94,6 +95,7 @@ class LowPrecisionAdamW(Optimizer):
         self.state_dtype = state_dtype
         self._positions: dict[Tensor, ShardPosition] = {}  # of this rank's shards
         self.directions: dict[Tensor, Tensor] = {}  # see `weft.optim.muon`
+        self.run_compiled: RunCompiled = run_compiled  # see `weft.parallel.backend`
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -133,12 +135,15 @@ class LowPrecisionAdamW(Optimizer):
         scale = torch.ones(()) if self.grad_scale is None else self.grad_scale
         skip, scale = found_inf.to(device) > 0, scale.to(device)
         torch._foreach_add_(steps, [(~skip).float()] * len(steps))
+        # On a CPU, compilation would cost more than it saves.
+        enabled = device.type != "cpu" and supports(device.type, "compilation")
         for (index, *_), params in calls.items():
             group = self.param_groups[index]
             numbers = *group["betas"], group["eps"], group["weight_decay"]
             options = AdamWOptions(skip, scale, torch.tensor(group["lr"]), *numbers)
             for first in range(0, len(params), PARAMS_PER_CALL):
-                run_updates(params[first : first + PARAMS_PER_CALL], options)
+                some = params[first : first + PARAMS_PER_CALL]
+                self.run_compiled(UPDATE, enabled, update_all, some, options)
 
     def convert_loaded_state(self) -> None:
         """Convert loaded moments from the saved dtype and device, in place."""
@@ -442,13 +447,6 @@ class ShardPosition(NamedTuple):
     seed: Tensor
     offsets: tuple[int, ...]
     shape: tuple[int, ...]  # unsharded
-
-
-def run_updates(params: list[ParamTensors], options: AdamWOptions) -> None:
-    """Update parameters whose shards are alike, on a GPU in one compiled call."""
-    device = params[0].param.device.type
-    enabled = device != "cpu" and supports(device, "compilation")
-    run_compiled("the optimizer's update", enabled, update_all, params, options)
 
 
 def update_all(params: list[ParamTensors], options: AdamWOptions) -> None:

@@ -60,6 +60,7 @@ ATTENTION = (
     "aten::_flash_attention",
     "aten::_efficient_attention",
     "flex_attention",
+    "weft::flex_attention",  # of a trace
     "weft::varlen_attention",
 )
 COLLECTIVES = ("_c10d_functional::", "c10d_functional::")

@@ -13,7 +13,7 @@ a CPU the copies stay on the CPU, for tests.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -25,21 +25,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.parallel.activation_checkpoint import param_storages
 from weft.parallel.dtensor import is_wrapper
+from weft.parallel.initialization import empty_on_host
 
 MIN_OFFLOAD_BYTES = 1 << 20  # smaller tensors are not worth a copy
 
 
-def apply_activation_offload(blocks: Sequence[nn.Module], prefetch: int) -> None:
+def apply_activation_offload(
+    blocks: Sequence[nn.Module],
+    prefetch: int,
+    empty_on_host: Callable[[Tensor, bool], Tensor] = empty_on_host,
+) -> None:
     """Offload saved tensors of all blocks but the last ``prefetch``.
 
     Call it after the blocks are compiled, and before they are sharded.
 
     ``blocks`` are in the order of their use.  Backward fetches ``prefetch`` blocks ahead.
+    ``empty_on_host`` allocates host memory.
     """
     num_offloaded = len(blocks) - prefetch
     if num_offloaded <= 0:
         return
-    offloader = _Offloader(prefetch, num_offloaded)
+    offloader = _Offloader(prefetch, num_offloaded, empty_on_host)
     for index, block in enumerate(blocks):
         forward = partial(_forward_with_offload, offloader, block.forward, index)
         block.forward = MethodType(forward, block)
@@ -60,8 +66,14 @@ def _forward_with_offload(
 class _Offloader:
     """The state that all blocks share."""
 
-    def __init__(self, prefetch: int, num_offloaded: int) -> None:
+    def __init__(
+        self,
+        prefetch: int,
+        num_offloaded: int,
+        empty_on_host: Callable[[Tensor, bool], Tensor],
+    ) -> None:
         self.prefetch, self.num_offloaded = prefetch, num_offloaded
+        self.empty_on_host = empty_on_host
         self.last: _BlockForward | None = None
         self.stream = torch.Stream() if torch.accelerator.is_available() else None
 
@@ -135,7 +147,7 @@ class OffloadedTensor:
         self.source: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.on_device: Tensor | None = None
         self.ready: Any = None
-        self.host = self.empty_on_host(tensor, pin=self.stream is not None)
+        self.host = offloader.empty_on_host(tensor, self.stream is not None)
         with self._on_copy_stream():
             self.host.copy_(tensor, non_blocking=True)
         if self.stream is not None:
@@ -170,9 +182,3 @@ class OffloadedTensor:
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             yield
-
-    @staticmethod
-    def empty_on_host(tensor: Tensor, pin: bool) -> Tensor:
-        """Allocate a CPU tensor with the same shape, strides and dtype."""
-        shape, stride = tensor.shape, tensor.stride()
-        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=pin)

@@ -16,11 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.models import Family
+from weft.models.decoder import use_attention_kernels
 from weft.models.family import TensorParallelSpec
 from weft.parallel.activation_checkpoint import (
     apply_activation_checkpoint,
     selective_compile_options,
 )
+from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.compile import CompileOptions, apply_compile
 from weft.parallel.context_parallel import apply_context_parallel
 from weft.parallel.data_parallel import apply_fsdp
@@ -33,7 +35,9 @@ from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
 
 
-def build_model_parts(plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
+def build_model_parts(
+    plan: Plan, mesh: Mesh, family: Family, backend: Backend = DEVICE_BACKEND
+) -> list[nn.Module]:
     """Build this rank's parallelized model parts on the meta device.
 
     Gradients are *summed* over the ranks that see different tokens, not averaged: the loss is
@@ -50,7 +54,9 @@ def build_model_parts(plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]
         if units is not None:
             assert family.prune_to_stage is not None
             family.prune_to_stage(model, units)
-        parallelize_model(model, plan, mesh, family)
+        if backend.attention is not DEVICE_BACKEND.attention:
+            use_attention_kernels(model, backend.attention)
+        parallelize_model(model, plan, mesh, family, backend)
         model_parts.append(model)
     return model_parts
 
@@ -64,7 +70,9 @@ def _unit_ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
     return [range(stage.first_unit, stage.end_unit) for stage in stages]
 
 
-def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) -> None:
+def parallelize_model(
+    model: nn.Module, plan: Plan, mesh: Mesh, family: Family, backend: Backend = DEVICE_BACKEND
+) -> None:
     """Apply the plan's techniques to ``model`` (on the meta device), in place.
 
     The order matters: each step wraps or changes the result of the steps before it.
@@ -115,6 +123,7 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
             job.parallel.cp_method,
             job.parallel.cp_split,
             compiled=plan.is_compiled,
+            run_compiled=backend.run_compiled,
         )
     # After context parallelism, because both split the sequences that a router sees.
     _split_tokens_of_experts(moe_layers, plan, mesh)
@@ -144,7 +153,9 @@ def parallelize_model(model: nn.Module, plan: Plan, mesh: Mesh, family: Family) 
     if job.activation_checkpoint.offload:
         from weft.parallel.activation_offload import apply_activation_offload
 
-        apply_activation_offload(blocks, job.activation_checkpoint.offload_prefetch)
+        apply_activation_offload(
+            blocks, job.activation_checkpoint.offload_prefetch, backend.empty_on_host
+        )
 
     # FSDP is last: it replaces the parameters by shards and decides when they are gathered.
     if plan.uses_fsdp:

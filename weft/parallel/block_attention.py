@@ -61,14 +61,13 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, cycle, groupby, pairwise, product
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from weft.models.attention import DEFAULT_OPTIONS, AttentionOptions
-from weft.models.layers import is_fake
+from weft.models.host_reads import document_starts
 from weft.models.varlen_attention import (
     Lengths,
     Limits,
@@ -80,7 +79,8 @@ from weft.parallel.compile import run_compiled
 from weft.parallel.token_split import Split, TokenRanges
 
 aten = torch.ops.aten
-SUMS = "sums over blocks of attention"  # in the log of compilations
+# Labels of `run_compiled`.
+BLOCK, SUMS = "a block of attention", "sums over blocks of attention"
 
 
 # --------------------------------------------------------------------------- the list of blocks
@@ -472,13 +472,13 @@ def _list_sizes(group: list[_Part], queries: slice, keys: slice) -> list[tuple[i
 
 def document_boundaries(documents_BT: Tensor) -> list[list[int]]:
     """Return where each document of each sequence begins, then T."""
-    num_tokens = documents_BT.shape[1]
-    if is_fake(documents_BT):  # no values: assume one document, which is most work
-        return [[0, num_tokens]] * len(documents_BT)
-    return [
-        [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), num_tokens]
-        for ids in documents_BT.numpy()
-    ]
+    num_tokens, boundaries = documents_BT.shape[1], list[list[int]]()
+    for start in document_starts(documents_BT):
+        position = start % num_tokens
+        if position == 0:
+            boundaries.append([])
+        boundaries[-1].append(position)
+    return [[*starts, num_tokens] for starts in boundaries]
 
 
 # --------------------------------------------------------------------------- all blocks

@@ -32,6 +32,7 @@ from weft.parallel.private import (
     register_compile_callbacks,
 )
 
+RunCompiled = Callable[..., Any]  # see `run_compiled`
 CompileOptions = Mapping[nn.Module, dict[str, Any]]  # of torch.compile, for some modules
 
 

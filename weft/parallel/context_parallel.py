@@ -43,9 +43,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.models.attention import DEFAULT_OPTIONS, Attend, AttentionOptions
-from weft.models.layers import is_fake, run_function
+from weft.models.layers import run_function
 from weft.models.varlen_attention import PackedDocuments
 from weft.parallel.block_attention import (
+    BLOCK,
     BlocksBySource,
     DocumentBlocks,
     VarlenBlocksBySource,
@@ -57,6 +58,7 @@ from weft.parallel.block_attention import (
     merge_block,
 )
 from weft.parallel.collectives import all_reduce, with_adjoint
+from weft.parallel.compile import RunCompiled, run_compiled
 from weft.parallel.private import all_gather, reduce_scatter
 from weft.parallel.token_split import (
     LoadBalance,
@@ -77,6 +79,7 @@ def apply_context_parallel(
     load_balance: LoadBalance,
     *,
     compiled: bool,
+    run_compiled: RunCompiled = run_compiled,
 ) -> None:
     """Replace the model's attention by attention over all ranks of ``group``.
 
@@ -99,6 +102,7 @@ def apply_context_parallel(
         load_balance: see `weft.parallel.token_split`.
         compiled: True if the model, or a part of it, is compiled later.  False saves the half
             second of importing the compiler.
+        run_compiled: runs attention to a block.
 
     Raises:
         ValueError: if the model has neither attribute.  Later, ``attend`` raises it if a sequence
@@ -118,7 +122,7 @@ def apply_context_parallel(
         if method == "ulysses":
             attend: Any = partial(attend_ulysses, module.attend, group, load_balance)
         else:
-            attend = partial(attend_blockwise, method, group, load_balance, compiled)
+            attend = partial(attend_blockwise, method, group, load_balance, compiled, run_compiled)
         if compiled:
             # Dynamo cannot trace the communication; it compiles the code around it.
             disable: Any = torch.compiler.disable
@@ -171,8 +175,7 @@ def shard_documents(
         return PackedDocuments(ids_BT, document_boundaries(documents_BT), model.attention_chunk)
     boundaries = document_boundaries(documents_BT)
     split = split_sequences(boundaries, cp_size, load_balance, layer_limits(model))
-    # Fake ids are those of a plan, which counts the blocks of one document.
-    kernel = device if varlen and not is_fake(documents_BT) else None
+    kernel = device if varlen else None
     return DocumentBlocks(boundaries, cp_rank, split, method == "ring", kernel)
 
 
@@ -291,6 +294,7 @@ class BlockwiseAttention(torch.autograd.Function):
         exchange: RingExchange | AllGatherExchange,
         compiled: bool,
         options: AttentionOptions,
+        run_compiled: RunCompiled,
     ) -> Tensor:
         """Merge the attention to each block."""
         record_logits, options = options.record_logits, options._replace(record_logits=None)
@@ -301,13 +305,17 @@ class BlockwiseAttention(torch.autograd.Function):
             for block in blocks[source]:
                 if record_logits is not None:
                     record_logits.record_block(q_BLHK, kv_ESGK, block)
-                accumulate_block(q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL, compiled, options)
+                run_compiled(
+                    *(BLOCK, False, accumulate_block, q_BLHK, kv_ESGK, block, out_BLHK, lse_BHL),
+                    *(compiled, options),
+                )
         if sinks_H is not None:  # a key whose value is 0
             sinks_H1 = sinks_H.to(lse_BHL.dtype).unsqueeze(1)
             merge_block(out_BLHK, lse_BHL, torch.zeros_like(out_BLHK[:, :, :, :1]), sinks_H1)
         out_BLHK = out_BLHK.to(q_BLHK.dtype)
         ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, sinks_H, out_BLHK, lse_BHL)
         ctx.blocks, ctx.exchange, ctx.compiled, ctx.options = blocks, exchange, compiled, options
+        ctx.run_compiled = run_compiled
         return out_BLHK
 
     @staticmethod
@@ -323,8 +331,9 @@ class BlockwiseAttention(torch.autograd.Function):
                 dkv_ESGK = empty_float32(kv_ESGK).zero_()
                 sums = dq_BLHK, dkv_ESGK
                 for block in ctx.blocks[source]:
-                    accumulate_block_grad(
-                        grad_BLHK, saved, kv_ESGK, block, sums, ctx.compiled, ctx.options
+                    ctx.run_compiled(
+                        *(BLOCK, False, accumulate_block_grad, grad_BLHK, saved, kv_ESGK, block),
+                        *(sums, ctx.compiled, ctx.options),
                     )
                 yield dkv_ESGK
 
@@ -335,7 +344,7 @@ class BlockwiseAttention(torch.autograd.Function):
             share_BHL = (sinks_H.to(lse_BHL.dtype).unsqueeze(1) - lse_BHL).exp()
             products_BLH = (grad_BLHK * out_BLHK).sum(-1, dtype=lse_BHL.dtype)
             dsinks_H = -torch.einsum("bhl,blh->h", share_BHL, products_BLH).to(sinks_H.dtype)
-        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, dsinks_H, *(None,) * 4
+        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, dsinks_H, *(None,) * 5
 
 
 @cache
@@ -351,6 +360,7 @@ def attend_blockwise(
     group: dist.ProcessGroup,
     load_balance: LoadBalance,
     compiled: bool,
+    run_compiled: RunCompiled,
     q_BLHK: Tensor,
     k_BLGK: Tensor,
     v_BLGV: Tensor,
@@ -372,7 +382,8 @@ def attend_blockwise(
     blocks = mask.select(options)
     if has_varlen_blocks(blocks):  # all tokens in a row
         q = q.flatten(0, 1).unsqueeze(0)
-    out = run_function(BlockwiseAttention, q, k, v, sinks_H, blocks, exchange, compiled, options)
+    arguments = blocks, exchange, compiled, options, run_compiled
+    out = run_function(BlockwiseAttention, q, k, v, sinks_H, *arguments)
     return _narrow(out.view(*q_BLHK.shape[:3], -1), value_dim)
 
 

@@ -40,7 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.schema import ParallelSection
-from weft.models.layers import group_sizes, is_fake, run_function
+from weft.models.host_reads import define_host_read, read_counts
+from weft.models.layers import run_function
 from weft.models.moe import Routing
 from weft.parallel.collectives import c10d_functional
 
@@ -185,6 +186,18 @@ def row_capacity(num_rows: int, num_parts: int, factor: float) -> int:
     return min(num_rows, -int(-num_rows * factor // num_parts))
 
 
+def _is_positive_on_any_rank(count: Tensor) -> bool:
+    if dist.get_world_size() > 1:
+        dist.all_reduce(count)
+    return bool(count.item())
+
+
+# A collective over all ranks, which changes ``count``; the host waits.
+is_positive_on_any_rank = define_host_read(
+    "is_positive_on_any_rank(Tensor(a!) count) -> bool", _is_positive_on_any_rank
+)
+
+
 class Overflow:
     """Knows if a rank had more rows for another than fit.
 
@@ -200,13 +213,10 @@ class Overflow:
 
     def occurred(self) -> bool:
         """Return True on all ranks if one overflowed; a collective, and the host waits."""
-        total = self.count.clone()
+        count = self.count.clone()
         self.count.zero_()
-        if is_fake(total):
-            return False
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        return bool(total.item())
+        has_overflow: bool = is_positive_on_any_rank(count)
+        return has_overflow
 
     @contextmanager
     def exact_sizes(self) -> Iterator[None]:
@@ -271,13 +281,13 @@ class _RowDispatch:
 
     def _read_sizes(self, num_rows: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the rows to send to and receive from each rank, for each chunk."""
-        sizes = [self.sent_PH.t(), self.received_PHM.sum(2).t()]
-        if not is_fake(self.sent_PH):
-            sent, received = torch.stack(sizes).tolist()
-            return sent, received
-        balanced = group_sizes(self.sent_PH.flatten(), num_rows)
-        sent = [balanced[i :: self.num_chunks] for i in range(self.num_chunks)]
-        return sent, sent
+        numbers = read_counts([self.sent_PH, self.received_PHM.sum(2)], num_rows)
+        middle = len(numbers) // 2
+        sent, received = (
+            [part[chunk :: self.num_chunks] for chunk in range(self.num_chunks)]
+            for part in (numbers[:middle], numbers[middle:])
+        )
+        return sent, received
 
     def _find_positions(self, num_rows: int) -> Tensor:
         """Return the position of each row: those of a chunk for a rank are neighbors."""
@@ -318,7 +328,7 @@ class _RowDispatch:
         if self.capacity is not None and rows_QD.dtype != torch.bfloat16:
             # Products of other dtypes take no more rows than the groups have, and read the counts.
             total = counts_M.sum()
-            order_Q = order_Q[: len(rows_QD) if is_fake(total) else int(total)]
+            order_Q = order_Q[: read_counts([total], len(rows_QD))[0]]
         self.orders.append(order_Q)
         num_before = chunk * len(counts_M)
         num_after = (self.num_chunks - 1 - chunk) * len(counts_M)

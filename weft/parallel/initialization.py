@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.models.family import Init
 from weft.parallel.dtensor import iter_flat_indices, shard_like, shard_offsets, to_local
@@ -33,6 +33,21 @@ TRUNCATE_AT = 3.0  # standard deviations
 GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+
+
+def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
+    """Allocate uninitialized memory for the parameters of a part on the meta device."""
+    part.to_empty(device="cpu" if cpu_offload else device)
+    if cpu_offload:  # FSDP copies parameters to the device on use; buffers stay on the device
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+
+def empty_on_host(tensor: Tensor, pin: bool) -> Tensor:
+    """Allocate a CPU tensor with the same shape, strides and dtype."""
+    shape, stride = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=pin)
 
 
 @torch.no_grad()

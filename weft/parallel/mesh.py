@@ -14,8 +14,10 @@ ranks of ``cp``, are ``dp_replicate``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
 
 
+CreateGroup = Callable[[str, Tensor, str], Any]  # see `create_group`
 Groups = dict[str, dist.ProcessGroup]  # by axis; "this rank" for all axes of one rank
 
 
@@ -70,14 +73,16 @@ def axis_by_group_name(mesh: Mesh) -> dict[str, str]:
     return {str(group.group_name): axis for axis, group in groups.items() if group is not None}
 
 
-def build_mesh(plan: Plan) -> Mesh:
+def build_mesh(plan: Plan, create_group: CreateGroup = create_group) -> Mesh:
     """Build the mesh of ``plan``; collective over the default process group."""
     ranks = torch.arange(plan.world_size).reshape([plan.axis_sizes[a] for a in plan.axis_order])
     ranks = ranks.permute([plan.axis_order.index(axis) for axis in AXES])
     groups: Groups = {}
     replicas = plan.dp_size * plan.cp // plan.fsdp_size
     shape = (plan.pp, replicas, plan.fsdp_size, plan.tp)
-    param_mesh = create_mesh(plan.device, ranks.reshape(shape), PARAMETER_AXES, groups)
+    param_mesh = create_mesh(
+        plan.device, ranks.reshape(shape), PARAMETER_AXES, groups, create_group
+    )
     if plan.cp > 1:
         cp_ranks = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         groups["cp"] = create_group(plan.device, cp_ranks, "cp")
@@ -87,7 +92,7 @@ def build_mesh(plan: Plan) -> Mesh:
             replicas = replicas * plan.tp // plan.etp // plan.ep
             groups = {"dp x cp" if a == "dp_replicate" else a: g for a, g in groups.items()}
         expert_ranks = ranks.reshape(plan.pp, replicas, -1, plan.ep, plan.etp)
-        expert_mesh = create_mesh(plan.device, expert_ranks, EXPERT_AXES, groups)
+        expert_mesh = create_mesh(plan.device, expert_ranks, EXPERT_AXES, groups, create_group)
     own = rank_to_coordinates(dist.get_rank(), plan.axis_sizes, plan.axis_order)
     tied_ranks = set(plan.tied_ranks or ())
     if len(tied_ranks) == 2 < plan.pp:
@@ -98,7 +103,13 @@ def build_mesh(plan: Plan) -> Mesh:
     return Mesh(*meshes, ("tp",) * has_whole_experts)
 
 
-def create_mesh(device: str, ranks: Tensor, axes: tuple[str, ...], groups: Groups) -> DeviceMesh:
+def create_mesh(
+    device: str,
+    ranks: Tensor,
+    axes: tuple[str, ...],
+    groups: Groups,
+    create_group: CreateGroup = create_group,
+) -> DeviceMesh:
     """Create a mesh and its process groups; collective over all ranks of the world.
 
     Args:
@@ -106,6 +117,7 @@ def create_mesh(device: str, ranks: Tensor, axes: tuple[str, ...], groups: Group
         ranks: global ranks with this one among them, one dim for each axis.
         axes: names.
         groups: existing groups, by axis; new ones are added.  All axes of one rank share a group.
+        create_group: creates a group; a collective.
     """
     own_groups = []
     for dim, (axis, size) in enumerate(zip(axes, ranks.shape, strict=True)):

@@ -128,6 +128,13 @@ def without_fake_tensors() -> AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Run operators outside of all dispatch modes, such as those of a trace."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def set_activation_memory_budget(share: float) -> None:
     """Limit the share of activations that torch.compile saves for backward."""
     from torch._functorch import config

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.layers import add_bias, grouped_linear, is_fake, linear, run_function
+from weft.models.layers import add_bias, grouped_linear, linear, run_function
+from weft.parallel.private import without_dispatch_modes
 from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 SCALE_BYTES = 4  # bytes
@@ -80,14 +81,18 @@ _nf4_tables: dict[torch.device, Tensor] = {}
 
 def _nf4_table(device: torch.device) -> Tensor:
     """Return the two numbers of each nf4 byte: float32 ``[256, 2]``."""
-    if device in _nf4_tables:
-        return _nf4_tables[device]
+    if torch.compiler.is_compiling():
+        return _build_nf4_table(device)
+    if device not in _nf4_tables:
+        with without_dispatch_modes():  # later steps have the table, too
+            _nf4_tables[device] = _build_nf4_table(device)
+    return _nf4_tables[device]
+
+
+def _build_nf4_table(device: torch.device) -> Tensor:
     # Not `torch.tensor`: the host would wait for the copy, in a compiled graph at each use.
     levels = torch.stack([torch.full((), level, device=device) for level in NF4])
-    pairs = torch.stack((levels.repeat_interleave(len(NF4)), levels.repeat(len(NF4))), dim=1)
-    if not torch.compiler.is_compiling() and not is_fake(pairs):
-        _nf4_tables[device] = pairs
-    return pairs
+    return torch.stack((levels.repeat_interleave(len(NF4)), levels.repeat(len(NF4))), dim=1)
 
 
 class _QuantizedLinear(torch.autograd.Function):

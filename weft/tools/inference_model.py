@@ -29,6 +29,7 @@ from weft.config.run_paths import run_directory
 from weft.config.schema import Job, LoraSection, replace
 from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
+from weft.parallel.initialization import allocate
 from weft.parallel.lora import apply_lora
 from weft.parallel.lora_rows import TokenRows, find_head_with_rows
 from weft.parallel.mesh import Mesh, build_mesh
@@ -39,7 +40,7 @@ from weft.plan.plan import Plan
 from weft.plan.resolve import resolve
 from weft.plan.shard_sizes import chunk_range
 from weft.train.machine import default_device, detect_machine
-from weft.train.setup import Rank, allocate
+from weft.train.setup import Rank
 from weft.train.state import checkpoint_dir
 
 # Sections of the run that do not affect the trained model; inference uses their defaults.

@@ -71,7 +71,9 @@ from weft.config.errors import lookup
 from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE_INDEX, Batch
 from weft.models.layers import run_function
-from weft.parallel.compile import run_compiled
+from weft.parallel.compile import RunCompiled, run_compiled
+
+LOSS = "the loss"  # label of `run_compiled`
 
 
 def cross_entropy(
@@ -82,6 +84,7 @@ def cross_entropy(
     first: int = 0,
     label_smoothing: float = 0.0,
     vocab_size: int | None = None,
+    run_compiled: RunCompiled = run_compiled,
 ) -> Tensor:
     """Compute the cross-entropy of each token in nats, in float32.
 
@@ -101,13 +104,16 @@ def cross_entropy(
         first: id of this rank's first entry.
         label_smoothing: from 0 to 1.
         vocab_size: entries of the full vocabulary; None: those of the logits.
+        run_compiled: runs the operators that are fused.
 
     Returns:
         float32 (B, T), equal on all ranks of ``group``; 0 without a target.
     """
     uniform = label_smoothing / (vocab_size or logits_BTV.shape[-1])
     smoothing = (label_smoothing, uniform)
-    return run_function(_CrossEntropy, logits_BTV, targets_BT, group, compiled, first, smoothing)
+    run = partial(run_compiled, LOSS, compiled)
+    arguments = group, compiled, run, first, smoothing
+    return run_function(_CrossEntropy, logits_BTV, targets_BT, *arguments)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -118,6 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets_BT: Tensor,
         group: dist.ProcessGroup | None,
         compiled: bool,
+        run: Callable[..., Any],
         first: int,
         smoothing: tuple[float, float],
     ) -> Tensor:
@@ -127,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
             columns_N = columns_N - first
             is_elsewhere_N = (columns_N < 0) | (columns_N >= logits_NV.shape[1])
         columns_N = columns_N.masked_fill(is_elsewhere_N, 0)
-        ctx.run = partial(run_compiled, "the loss", compiled)
+        ctx.run = run
         # Kept for backward where they need no more memory than the logits.
         keeps_exponentials = group is None and logits_NV.dtype == torch.float32 and not compiled
         max_N, sum_N, target_N, *exponentials = ctx.run(
@@ -165,7 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_NV = _scale_exponentials(values_NV, columns_N, *scales)
         else:
             grad_NV = ctx.run(_logits_gradient, values_NV, columns_N, max_N, *scales)
-        return grad_NV.view(*grad_BT.shape, -1), *[None] * 5
+        return grad_NV.view(*grad_BT.shape, -1), *[None] * 6
 
 
 def _sum_exponentials(

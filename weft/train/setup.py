@@ -36,7 +36,7 @@ from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, name_layers
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES, Decay, build_optimizer
 from weft.parallel.apply import build_model_parts
-from weft.parallel.initialization import init_params
+from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.lora import adapter_init
 from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
 from weft.parallel.private import (
@@ -193,25 +193,30 @@ class Built(NamedTuple):
         return self.mesh.get_group("pp") if self.plan.pp > 1 else None
 
 
-def build(plan: Plan, rank: Rank) -> Built:
+def build(plan: Plan, rank: Rank, backend: Backend = DEVICE_BACKEND) -> Built:
     """Build the model, the optimizer and the training step of this rank.
 
     The initial weights are the same in every layout.
+
+    Args:
+        plan: of the run.
+        rank: this process.
+        backend: see `Backend`.
     """
     job = plan.job
     random.seed(plan.seed)
     torch.manual_seed(plan.seed)
     family = plan.family
-    mesh = build_mesh(plan)
+    mesh = build_mesh(plan, backend.create_group)
     name_groups(axis_by_group_name(mesh))
-    model_parts = build_model_parts(plan, mesh, family)
+    model_parts = build_model_parts(plan, mesh, family, backend)
     for part in model_parts:
-        allocate(part, rank.device, plan.cpu_offload)
+        backend.allocate(part, rank.device, plan.cpu_offload)
 
     def get_init(name: str) -> Init:
         return family.get_init(name, plan.model)
 
-    init_params(
+    backend.init_params(
         chain(
             saved_parameters(model_parts),
             frozen_parameters(model_parts),
@@ -233,7 +238,9 @@ def build(plan: Plan, rank: Rank) -> Built:
         },
         lambda name: lora_lr_factor(name, job.lora),
     )
-    train_step = TrainStep(model_parts, family, plan, mesh, rank.device)
+    if hasattr(optimizer, "run_compiled"):
+        optimizer.run_compiled = backend.run_compiled
+    train_step = TrainStep(model_parts, family, plan, mesh, rank.device, backend.run_compiled)
     decay = lookup(job.optim.schedule, SCHEDULES)
     qk_clip: Any = None
     if job.optim.qk_clip_threshold or job.monitor.attention_logits:
@@ -242,15 +249,6 @@ def build(plan: Plan, rank: Rank) -> Built:
         qk_clip = QKClip(plan, model_parts, mesh, rank.device)
         train_step.on_restart.append(qk_clip.restart)
     return Built(plan, model_parts, mesh, train_step, optimizer, decay, qk_clip)
-
-
-def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
-    """Allocate uninitialized memory for the parameters of a part on the meta device."""
-    part.to_empty(device="cpu" if cpu_offload else device)
-    if cpu_offload:  # FSDP copies parameters to the device on use; buffers stay on the device
-        for module in part.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
 
 
 def open_layer_stats(built: Built) -> LayerStats:

@@ -31,6 +31,7 @@ from weft.models.varlen_attention import PackedDocuments
 from weft.monitor.faults import fault_point
 from weft.monitor.spans import action, span
 from weft.optim.balance import ExpertBalancer
+from weft.parallel.compile import RunCompiled, run_compiled
 from weft.parallel.context_parallel import gather_values, shard_documents, split_of
 from weft.parallel.cuda_graphs import CudaDevice, MicrobatchGraphs
 from weft.parallel.data_parallel import reshard, set_gradient_sync
@@ -105,8 +106,10 @@ class TrainStep:
         plan: Plan,
         mesh: Mesh,
         device: torch.device,
+        run_compiled: RunCompiled = run_compiled,
     ) -> None:
         job = plan.job
+        self._run_compiled = run_compiled
         self.model_parts, self.plan, self.mesh, self.device = model_parts, plan, mesh, device
         self.objective = build_objective(plan.objective, job.train)
         cp_rank, parallel = mesh.coordinates["cp"], job.parallel
@@ -459,6 +462,7 @@ class TrainStep:
             self.vocab_range.start,
             label_smoothing,
             self.plan.model.vocab_size,
+            self._run_compiled,
         )
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
