@@ -72,7 +72,7 @@ CHECKS = {
     ),
     "LoRA": (f"{VERIFY} demo --ranks 2 --parallel.dp_shard 2 --lora.rank 4",),
     "recomputation": (f"{VERIFY} demo --ranks 2 --activation_checkpoint.mode selective",),
-    "random layouts": (f"{VERIFY} --fuzz 12 --seed 1 --ranks 4 --log {{dir}}/fuzz.jsonl",),
+    "random layouts": ("-m tests.fuzz 12 --seed 1 --ranks 4 --log {dir}/fuzz.jsonl",),
     "checkpoints": (
         f"{VERIFY} demo --ranks 4 --parallel.tp 2 --resume-layout parallel.dp_shard=2",
         f"{TRAIN} --run.dir {{dir}}/run --train.steps 4 --checkpoint.interval 2",

@@ -222,7 +222,7 @@ PATH_KEYS += (
     "checkpoint.local_dir",
     "data.mixture",
 )
-LONG = {"--serve", "--follow", "--search", "--fuzz", "--network", "--full"}
+LONG = {"--serve", "--follow", "--search", "--network", "--full"}
 
 
 @dataclass

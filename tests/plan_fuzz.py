@@ -1,8 +1,8 @@
 """Random plans: ``weft plan`` of random jobs on random clusters, in this process.
 
-Half of the jobs are small models of `weft.tools.job_space`; the others are shipped recipes with
+Half of the jobs are small models of `tests.job_space`; the others are shipped recipes with
 fewer layers and random keys.  Every key whose type says its values is drawn, also those that
-`weft.tools.job_space` excludes because they need a GPU.  `check` returns what is wrong:
+`tests.job_space` excludes because they need a GPU.  `check` returns what is wrong:
 
 - an exception, or an exit status other than 0, 1 and 2
 - an error without a message
@@ -21,20 +21,20 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from weft.cli.main import main
-from weft.config.errors import InvalidConfig
-from weft.config.reader import recipe_names
-from weft.plan.devices import load_clusters
-from weft.plan.needs import list_keys
-from weft.plan.plan_text import plan_recipe
-from weft.tools.job_sizes import AXES, OverrideMap, parallel_degrees
-from weft.tools.job_space import (
+from tests.job_sizes import AXES, OverrideMap, parallel_degrees
+from tests.job_space import (
     DEGREES,
     _add_override,
     _named_keys,
     candidate_values,
     draw_job,
 )
+from weft.cli.main import main
+from weft.config.errors import InvalidConfig
+from weft.config.reader import recipe_names
+from weft.plan.devices import load_clusters
+from weft.plan.needs import list_keys
+from weft.plan.plan_text import plan_recipe
 from weft.train.machine import detect_machine
 
 # Values of keys whose type is not enough, or with values that only a GPU or a long run has.

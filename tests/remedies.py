@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.job_space import candidate_values
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import SECTIONS
@@ -22,7 +23,6 @@ from weft.plan.needs import list_keys
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve_nodes
 from weft.tools.adapter_path import adopt_paths
-from weft.tools.job_space import candidate_values
 
 Overrides = tuple[tuple[str, str], ...]
 Change = dict[str, str | None]  # key to value; None: without the key

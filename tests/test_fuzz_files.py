@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_hostile import mutated
+from tests.fuzz import FuzzResult, FuzzSettings, Outcome, read_log
 from tests.garbled import another_json, binary, nested, nested_objects, wrong_types
 from tests.small import small_job
 from tests.tools.test_hf_convert import tiny_dir
@@ -34,7 +35,6 @@ from weft.tools.generate import read_prompts
 from weft.tools.hf_import import import_model
 from weft.tools.trials import TrialResult
 from weft.tools.variants import Variant
-from weft.tools.verify_fuzz import FuzzResult, FuzzSettings, Outcome, read_log
 
 MUTATIONS = 60  # of each file
 MANY = 1000  # in the slow tier

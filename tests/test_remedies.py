@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.harness import run_ranks
+from tests.job_space import candidate_values
 from tests.plan.test_plan_warnings import CASES
 from tests.remedies import (
     Change,
@@ -46,7 +47,6 @@ from weft.plan.model_config import resolve_section
 from weft.plan.needs import key_facts, list_keys
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve_nodes
-from weft.tools.job_space import candidate_values
 from weft.train.job_checks import prepare_job
 
 MACHINES = {

@@ -46,7 +46,7 @@ EVENTS = {
 STARTERS = {"Popen", "fork", "posix_spawn", "subprocess"}
 WEFT_STARTERS = {
     ("weft.tools.experiment", "compare"): "system",
-    ("weft.tools.verify_fuzz", "fuzz"): "ranks",
+    ("tests.fuzz", "fuzz"): "ranks",
     ("weft.tools.local_ranks", "run_ranks"): "ranks",
     ("weft.tools.verify", "verify"): "ranks",
     ("weft.estimate.search", "search"): "system",

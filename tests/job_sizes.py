@@ -1,4 +1,4 @@
-"""Draw small, odd sizes of model and batch for `weft.tools.job_space`."""
+"""Draw small, odd sizes of model and batch for `tests.job_space`."""
 
 from __future__ import annotations
 

@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living_processes, overrides
-from weft.checkpoint.load import load_checkpoint
-from weft.cli.main import main
-from weft.cli.verify_command import parse_layout
-from weft.config.schema import flatten
-from weft.plan.needs import list_keys
-from weft.plan.plan import Plan
-from weft.tools import verify as verify_module
-from weft.tools import verify_measure as measure
-from weft.tools.job_space import (
+from tests.fuzz import (
+    FuzzResult,
+    FuzzSettings,
+    Outcome,
+    fuzz,
+    main,
+    read_log,
+    shrink_failure,
+    summarize,
+    verify_job,
+)
+from tests.job_space import (
     BATCH,
     SIZES,
     RandomJob,
@@ -38,17 +40,17 @@ from weft.tools.job_space import (
     needed_settings,
     technique_name,
 )
+from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living_processes, overrides
+from weft.checkpoint.load import load_checkpoint
+from weft.cli.main import main as weft
+from weft.cli.verify_command import parse_layout
+from weft.config.errors import InvalidConfig
+from weft.config.schema import flatten
+from weft.plan.needs import list_keys
+from weft.plan.plan import Plan
+from weft.tools import verify as verify_module
+from weft.tools import verify_measure as measure
 from weft.tools.verify import VerifyReport, read_recipe, verify
-from weft.tools.verify_fuzz import (
-    FuzzResult,
-    FuzzSettings,
-    Outcome,
-    fuzz,
-    read_log,
-    shrink_failure,
-    summarize,
-    verify_job,
-)
 from weft.train.setup import Built
 
 # --------------------------------------------------------------------------- the space
@@ -164,7 +166,7 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
         return verify(*args, **kwargs, corrupt=break_tensor_parallel)
 
     monkeypatch.setattr(verify_module, "verify", break_it)
-    assert main(command[1:]) == 1
+    assert weft(command[1:]) == 1
     assert "FAILED: step 1" in capsys.readouterr().out
 
 
@@ -172,7 +174,7 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
 @pytest.mark.timeout(300)
 def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log has finished jobs, which do not run again; a crash has its command."""
-    monkeypatch.setattr("weft.tools.verify_fuzz.SHRINK_RUNS", 2)
+    monkeypatch.setattr("tests.fuzz.SHRINK_RUNS", 2)
     pinned = {
         **{"parallel.pp": "2", "model.kind": "llama", "model.tied_embeddings": "false"},
         "compile.enable": "false",
@@ -216,7 +218,7 @@ def test_fuzz_records_steps_that_overflow() -> None:
 def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     mark = f"weft-{time.time_ns()}"
-    command = [sys.executable, "-m", "weft", "verify", "--fuzz", "50", "--ranks", "2"]
+    command = [sys.executable, "-m", "tests.fuzz", "50", "--ranks", "2"]
     command += ["--log", str(log), "--json"]
     process = subprocess.Popen(
         command, env=os.environ | {"MARK": mark}, stdout=subprocess.PIPE, text=True
@@ -236,7 +238,7 @@ def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
 INTERRUPTED_FORK = """
 import os, signal, threading, time
 from pathlib import Path
-from weft.tools.verify_fuzz import FuzzSettings, fuzz
+from tests.fuzz import FuzzSettings, fuzz
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # may receive the signal, too
@@ -265,17 +267,13 @@ def test_fuzz_ctrl_c_during_a_fork_is_not_lost(tmp_path: Path) -> None:
     assert completed.stdout == "True\n", completed.stderr
 
 
-def test_fuzz_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-8b", "--fuzz", "0", "--seed", "x", "--minutes", "0", "--steps", "0"]
-    assert main(["verify", *words, "--resume-layout", "parallel.tp=2"]) == 2
-    lines = [line.split("=")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
-    assert lines == ["--steps", "--fuzz", "--seed", "--minutes", "RECIPE", "--resume-layout"]
-    assert main(["verify"]) == 2
-    assert "RECIPE is missing" in capsys.readouterr().err
-    assert main(["verify", "demo", "--minutes", "3"]) == 2
-    assert "--minutes=" in capsys.readouterr().err
-    assert main(["verify", "--fuzz", "3", "--parallel.dp_shard", "9"]) == 2
-    assert "needs more than 8 ranks" in capsys.readouterr().err
+def test_fuzz_all_mistakes_are_reported_at_once() -> None:
+    words = ["0", "--seed", "x", "--minutes", "0", "--steps", "0"]
+    with pytest.raises(InvalidConfig) as caught:
+        main(words)
+    assert [error.key for error in caught.value.errors] == ["--seed", "--steps", "N", "--minutes"]
+    with pytest.raises(InvalidConfig, match="needs more than 8 ranks"):
+        main(["3", "--parallel.dp_shard", "9"])
 
 
 # --------------------------------------------------------------------------- resuming
@@ -299,7 +297,7 @@ def test_resume_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
         "--resume-layout",
         "parallel.dp_shard=2,activation_checkpoint.mode=full",
     ]
-    assert main(["verify", "demo", *LAYOUT, *words]) == 0
+    assert weft(["verify", "demo", *LAYOUT, *words]) == 0
     assert "resumed from a checkpoint as dp_shard 2: " in capsys.readouterr().out
 
 
@@ -314,7 +312,7 @@ def test_resume_layout_lost_optimizer_states_are_found(
         measure, "load_checkpoint", save_without_step
     )  # before the ranks are forked
     words = ["--steps", "2", "--resume-layout", "parallel.dp_shard=2"]
-    assert main(["verify", "demo", *LAYOUT, *words]) == 1
+    assert weft(["verify", "demo", *LAYOUT, *words]) == 1
     expected = (
         "resumed from a checkpoint as dp_shard 2: step 2: gradients match; optimizer updates "
     )
@@ -334,7 +332,7 @@ def test_resume_layout_lost_optimizer_states_are_found(
 def test_resume_layout_mistake_is_refused(
     words: list[str], messages: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", "demo", *LAYOUT, *words]) == 2
+    assert weft(["verify", "demo", *LAYOUT, *words]) == 2
     assert messages in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Draw random valid jobs for `weft.tools.verify_fuzz`.
+"""Draw random valid jobs for `tests.fuzz`.
 
 A job is a set of overrides of the recipe ``demo``.  The values of a key follow from its type in
 `weft.config.schema` or in a family's configuration: the other value of a bool, the other names of
@@ -27,11 +27,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from tests.job_sizes import AXES, OverrideMap, base_model, draw_sizes, parallel_degrees
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.keys import Term, parse_condition
 from weft.models import FAMILIES
 from weft.plan.needs import key_facts, list_keys, list_settings
-from weft.tools.job_sizes import AXES, OverrideMap, base_model, draw_sizes, parallel_degrees
 from weft.tools.shrink import Case, plan_for_recipe, plan_resume_layout, shrink
 from weft.tools.verify import format_layout, read_recipe
 

@@ -1,6 +1,11 @@
-"""Verify random jobs against one process (``weft verify --fuzz``).
+"""Verify random jobs against one process.
 
-`weft.tools.verify.verify` runs every job of `weft.tools.job_space` as overrides of a recipe, so one
+    python -m tests.fuzz 200 [--seed S] [--minutes M] [--ranks R] [--steps N] [--log FILE] [--json]
+    python -m tests.fuzz 100 --pipeline.schedule ZBVZeroBubble
+
+Keys apply to every job.  The exit status is 1 if a job failed, crashed or timed out.
+
+`weft.tools.verify.verify` runs every job of `tests.job_space` as overrides of a recipe, so one
 command reproduces each failure.  Two jobs run at once, each in a process that was forked after all
 modules were imported.
 
@@ -9,7 +14,8 @@ down to single ones, as long as the job fails in the same way (`failure_kind`). 
 shrink, too.
 
 Each result is a line of a log.  A job that is in the log with the same overrides does not run
-again, so the same command resumes, and a larger count adds jobs.
+again, so the same command resumes, and a larger count adds jobs.  The log is
+``runs/verify-fuzz-SEED.jsonl`` by default.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +39,16 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import InvalidConfig, WeftError
+from tests.job_sizes import AXES
+from tests.job_space import RECIPE, RandomJob, draw_job, list_goals, technique_name
+from weft.cli.command_parser import CommandParser
+from weft.cli.option_values import parse_integer
+from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
+from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
+from weft.monitor.terminal import quiet_console
 from weft.parallel.float8 import import_quietly
-from weft.tools.job_sizes import AXES
-from weft.tools.job_space import RECIPE, RandomJob, draw_job, list_goals, technique_name
+from weft.plan.resolve import MAX_CPU_RANKS
 from weft.tools.local_ranks import RanksFailed, RanksTimedOut, preload_modules
 from weft.tools.verify import read_recipe, verify
 from weft.tools.verify_measure import Corruption
@@ -400,3 +412,47 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     if summary["missing"]:
         lines.append(f"{summary['missing']} jobs are missing: run the same command to resume")
     return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------- command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Verify random jobs; return the exit status."""
+    parser = CommandParser(takes_keys=True, prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("count", metavar="N", help="number of jobs")
+    parser.add_argument("--seed", default="0", help="seed of the jobs (default: 0)")
+    parser.add_argument("--minutes", metavar="M", help="start no job after M minutes")
+    parser.add_argument("--ranks", default="8", help="maximum number of ranks (default: 8)")
+    parser.add_argument("--steps", default="2", help="optimizer steps (default: 2)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="results, one line per job")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    errors = ConfigErrors()
+    errors += options.errors
+    seed = parse_integer("--seed", options.seed, 0, 10**9 - 1, errors)
+    settings = FuzzSettings(
+        seed,
+        parse_integer("--ranks", options.ranks, 2, MAX_CPU_RANKS, errors),
+        parse_integer("--steps", options.steps, 1, 1000, errors),
+        dict(options.overrides),
+    )
+    count = parse_integer("N", options.count, 1, 10**6, errors)
+    minutes = parse_integer("--minutes", options.minutes or "1", 1, 10**5, errors)
+    errors.raise_any()
+    log = partial(quiet_console(sys.stdout, quiet=options.json).print, soft_wrap=True)
+    path = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
+    result = fuzz(count, settings, path, minutes if options.minutes else 0, log)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    if result["interrupted"]:
+        return INTERRUPTED
+    return FAILED if any(result[status.replace(" ", "_")] for status in FAILURE_STATUSES) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except WeftError as error:
+        print(error, file=sys.stderr)
+        sys.exit(USAGE_ERROR)
