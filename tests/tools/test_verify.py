@@ -100,7 +100,7 @@ def check_holds(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # tests/tools/test_verify_fuzz.py covers random layouts
+@pytest.mark.slow  # tests/test_fuzz.py covers random layouts
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=" ".join)
 def test_verify_right_layout_holds(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
