@@ -1,4 +1,4 @@
-"""Compare steps with and without overlap of the exchange of experts, on four ranks of one CPU.
+"""Compare steps with and without overlap of the exchange of tokens, on four ranks of one CPU.
 
     python benchmarks/pass_overlap.py [--rounds 20]
 

@@ -58,7 +58,7 @@ def draw_sizes(overrides: OverrideMap, rng: random.Random) -> OverrideMap:
     if base.num_experts:
         chunks = int(overrides.get("parallel.ep_chunks", 1))
         fields |= _draw_experts(base, ep * chunks, tp, ffn_unit, rng)
-        if overrides.get("lora.dora") == "true":  # divides by lengths of rows, which must not be 0
+        if overrides.get("lora.dora") == "true":  # divides by magnitudes, which must not be 0
             fields["expert_dim"] = max(fields["expert_dim"], 8)
     job = {"model.kind": kind, "model.preset": next(iter(family.presets))}
     job |= {f"model.{n}": str(x) for n, x in fields.items()}

@@ -1090,7 +1090,7 @@ class _Comparison:
                 if name in self.updates.muon:
                     module = "optim/muon.py"
                 elif optim.state_dtype != "float32":
-                    module = "optim/lean.py"
+                    module = "optim/low_precision_adamw.py"
                 yield Departure("update", text, module)
         with torch.no_grad():
             for name, param in self.params.items():

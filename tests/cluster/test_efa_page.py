@@ -24,7 +24,7 @@ def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def accidents() -> str:
+def known_failures() -> str:
     rows = [
         [f"*{s.name}*", symptom(s), s.cause, s.remedy, s.source]
         for s in {s.name: s for s in reversed(load_signatures())}.values()
@@ -33,7 +33,7 @@ def accidents() -> str:
 
 
 def symptom(signature: Signature) -> str:
-    """Return how an accident shows."""
+    """Return how a failure shows."""
     parts = [f"`{word}`" for word in signature.pattern.split("|") if word]
     versions = ("nccl", "NCCL"), ("plugin", "aws-ofi-nccl"), ("installer", "EFA installer")
     parts += [
@@ -67,7 +67,7 @@ def instances() -> str:
     return format_table(("type", "EFA devices", "Gbit/s", "GPUDirect", "protocol"), rows)
 
 
-TABLES = {"accidents": accidents, "variables": variables, "instances": instances}
+TABLES = {"failures": known_failures, "variables": variables, "instances": instances}
 
 
 def with_tables(text: str) -> str:

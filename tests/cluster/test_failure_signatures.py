@@ -1,4 +1,4 @@
-"""Recognize known accidents by their symptoms, and none in healthy logs."""
+"""Recognize known failures by their symptoms, and none in healthy logs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INFO = "ip-10-0-0-1:7:9 [0] NCCL INFO "
 WARN = "\n[2026-11-27 10:00:00] ip-10-0-0-1:7:9 [0] "
 VERSIONS = INFO + "NCCL version {}+cuda12.8\n" + INFO + "NET/OFI Initializing aws-ofi-nccl {}\n"
 
-# The twenty accidents in the order of docs/efa.md's sources: symptom, machine, name.  The texts are
+# The twenty failures in the order of docs/efa.md's sources: symptom, machine, name.  The texts are
 # those of the reports, shortened.
 ACCIDENTS: tuple[tuple[str, Facts, str], ...] = (
     (SOCKET, P5, "no-efa-device"),
@@ -151,16 +151,16 @@ ACCIDENTS: tuple[tuple[str, Facts, str], ...] = (
 
 
 @pytest.mark.parametrize(("text", "facts", "name"), ACCIDENTS)
-def test_accident_is_named_by_its_symptom(text: str, facts: Facts, name: str) -> None:
+def test_known_failures_is_named_by_its_symptom(text: str, facts: Facts, name: str) -> None:
     padded = f"step 4, loss 2.1\n{text}step 5, loss 2.0\n"
     (signature,) = find_signatures(padded, facts)
     assert signature.name == name
     lines = explain_failure_logs([padded, padded], facts)
-    assert lines[0] == f"known accident ({name}): {signature.cause}"
+    assert lines[0] == f"known failure ({name}): {signature.cause}"
     assert len(lines) == 2
 
 
-def test_accidents_all_have_a_case_and_a_source() -> None:
+def test_known_failures_all_have_a_case_and_a_source() -> None:
     assert {name for *_, name in ACCIDENTS} == {s.name for s in load_signatures()}
     used = {name for s in load_signatures() for name in s.facts}
     assert used == set(FACTS)
@@ -173,7 +173,7 @@ def test_accidents_all_have_a_case_and_a_source() -> None:
     ("name", "facts"),
     [("efa-gpudirect-new", P5), ("efa-gpudirect-old", P4), ("infiniband-gpudirect", HEALTHY)],
 )
-def test_healthy_log_has_no_accident(name: str, facts: Facts) -> None:
+def test_healthy_log_has_no_failure(name: str, facts: Facts) -> None:
     assert find_signatures(read_log(name), facts) == {}
     assert explain_failure_logs([read_log(name)], facts) == []
 
@@ -190,7 +190,7 @@ def test_versions_of_sagemakers_instance_types() -> None:
     assert [s.name for s in find_signatures(text, facts)] == ["nvls-before-2.18.5"]
 
 
-def test_tcp_on_a_machine_without_efa_is_no_accident() -> None:
+def test_tcp_on_a_machine_without_efa_is_no_failure() -> None:
     assert find_signatures(read_log("missing-plugin"), Facts(device="cuda")) == {}
 
 
@@ -228,7 +228,7 @@ def test_versions_that_fail_together_are_bad_before_a_run(
     assert (finding.severity, name in finding.observation) == ("bad", True)
 
 
-def test_logs_of_a_run_are_searched_and_each_accident_is_named_once(tmp_path: Path) -> None:
+def test_logs_of_a_run_are_searched_and_each_failure_is_named_once(tmp_path: Path) -> None:
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     for rank in range(3):
@@ -248,7 +248,7 @@ def test_healthy_logs_are_ok_and_name_the_network(tmp_path: Path) -> None:
     transport, logs = check_logs([tmp_path], P5)
     assert (transport.severity, logs.severity) == ("ok", "ok")
     assert "EFA with GPUDirect RDMA (32 devices" in transport.observation
-    assert "no known accident in 1 logs" in logs.observation
+    assert "no known failure in 1 logs" in logs.observation
 
 
 def test_logs_of_slurm_are_searched_and_no_logs_are_not_ok(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from weft.cluster.network_watch import (
     THREAD_NAME,
     NetworkWatch,
     enable_nccl_log,
-    name_accidents,
+    name_known_failures,
     nccl_log_pattern,
     watch_launched_ranks,
 )
@@ -147,7 +147,7 @@ def read_events(run_dir: Path) -> list[dict[str, object]]:
 # --------------------------------------------------------------------------- after a failure
 
 
-def test_failure_message_names_the_accident_and_its_remedy(tmp_path: Path) -> None:
+def test_failure_message_names_the_known_failure_and_its_remedy(tmp_path: Path) -> None:
     from weft.cluster.launcher import Failure
     from weft.cluster.start import explain_failure
 
@@ -159,10 +159,10 @@ def test_failure_message_names_the_accident_and_its_remedy(tmp_path: Path) -> No
     )
     failure = Failure(3, "SIGABRT", "the process was killed by a signal", "", log)
     message = str(explain_failure(failure, tmp_path / "checkpoints", tmp_path))
-    assert "known accident (memlock): the limit of locked memory is too low for EFA" in message
+    assert "known failure (memlock): the limit of locked memory is too low for EFA" in message
     assert "-> ulimit -l unlimited" in message
     log.write_text("--- 2026-11-27 10:00:00 rank 3 on node, process 7\nKilled\n")
-    assert name_accidents(log, "OSError: [Errno 12] Cannot allocate memory") == []
+    assert name_known_failures(log, "OSError: [Errno 12] Cannot allocate memory") == []
 
 
 # --------------------------------------------------------------------------- a run of two nodes

@@ -190,7 +190,7 @@ def test_prepare_killed_resumes_with_the_finished_shards(cores: int, tmp_path: P
     resumed = prepare_store(section(directory), tmp_path / "two", shard_bytes=SHARD)
     assert contents(resumed.path) == contents(full.path)
     remaining = [name for name, time in before.items() if (half / name).stat().st_mtime_ns == time]
-    assert len(remaining) >= len(before) - 2 * cores  # only shards without a receipt are repeated
+    assert len(remaining) >= len(before) - 2 * cores  # only shards without an entry are repeated
 
 
 def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_prepare_killed_keeps_complete_shards(
     complete = sorted(directory.glob("train-*.bin"))
     assert len(complete) == shards_before_death
     before = [file.stat() for file in [*complete, directory / "tokenizer.json"]]
-    # A power cut may leave a torn shard without receipt, a false receipt, or a temporary file.
+    # A power cut may leave a torn shard without an entry, a false entry, or a temporary file.
     torn = directory / f"train-{shards_before_death:05d}.bin"
     torn.write_bytes(b"torn")
     false = directory / f"train-{shards_before_death + 1:05d}.bin"

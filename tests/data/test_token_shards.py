@@ -68,8 +68,8 @@ def test_finished_shard_incomplete_or_of_another_tokenizer_is_none(
     file.write_bytes(file.read_bytes()[:-2])
     assert load_finished_shard(file, encoder) is None
     write_shard(file, np.arange(5, dtype=encoder.dtype), encoder)
-    receipt = file.with_suffix(".json")
-    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"tokens": 4}))
+    entry = file.with_suffix(".json")
+    entry.write_text(json.dumps(json.loads(entry.read_text()) | {"tokens": 4}))
     assert load_finished_shard(file, encoder) is None
 
 

@@ -83,7 +83,7 @@ SAVED = (
     "checkpoint/commit.py",
     "checkpoint/fingerprint.py",
 )
-OPTIMIZER = ("optim/optimizer.py", "optim/lean.py", "optim/muon.py")
+OPTIMIZER = ("optim/optimizer.py", "optim/low_precision_adamw.py", "optim/muon.py")
 RECORDS = (
     "train/metric_logger.py",
     "train/metric_logger.py",
@@ -342,7 +342,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "missing reduce",
-        "gains of heads are not added up",
+        "norm weights of heads are not added up",
         "models/decoder.py",
         '"layers.*.self_attn.q_norm": TensorParallelSpec("norm_of_heads", heads="query")',
         '"layers.*.self_attn.q_norm": TensorParallelSpec("replicated")',
@@ -925,7 +925,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "initial weights",
-        "gains with an offset begin at one",
+        "norm weights with an offset begin at one",
         "models/decoder.py",
         'if init.kind == "ones" and config.norm_offset else init',
         "if False and config.norm_offset else init",
@@ -1191,7 +1191,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "missing reduce",
-        "gains have the gradient of one slice",
+        "norm weights have the gradient of one slice",
         "parallel/tensor_parallel.py",
         'is_partial = kind == "partial_grad" or sequence_parallel',
         'is_partial = kind == "partial_grad"',
@@ -1686,7 +1686,7 @@ FAULTS: list[Fault] = [
     Fault(
         "optimizer",
         "no correction of the second moment",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "(new_second / (1 - beta2**step)).sqrt()",
         "new_second.sqrt()",
         OPTIMIZER,
@@ -1694,7 +1694,7 @@ FAULTS: list[Fault] = [
     Fault(
         "weight decay",
         "decay without the rate",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "old * (1 - lr * weight_decay)",
         "old * (1 - 0.1 * weight_decay)",
         OPTIMIZER,
@@ -1702,7 +1702,7 @@ FAULTS: list[Fault] = [
     Fault(
         "accumulation dtype",
         "the second moment is rounded to the nearest",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "moment.copy_(round_stochastic(value, half) if is_rounded else value)",
         "moment.copy_(value)",
         OPTIMIZER,
@@ -1710,7 +1710,7 @@ FAULTS: list[Fault] = [
     Fault(
         "optimizer",
         "the first moment forgets",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "first.lerp(grad, 1 - beta1)",
         "first.lerp(grad, beta1)",
         OPTIMIZER,
@@ -1726,7 +1726,7 @@ FAULTS: list[Fault] = [
     Fault(
         "optimizer",
         "Muon does not look ahead",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "direction.copy_(grad.lerp(new, options.beta1))",
         "direction.copy_(new)",
         OPTIMIZER,
@@ -1790,7 +1790,7 @@ FAULTS: list[Fault] = [
     Fault(
         "accumulation dtype",
         "the scale of a momentum is rounded to the nearest",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "scale = round_stochastic(largest, bits[..., :1] >> 16 & 0xFFFF)",
         "scale = largest.bfloat16()",
         OPTIMIZER,
@@ -1798,7 +1798,7 @@ FAULTS: list[Fault] = [
     Fault(
         "accumulation dtype",
         "the largest of a block may shrink",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "fraction = fraction.masked_fill(blocks.abs() == largest, 1.0)",
         "fraction = fraction.clamp(max=1.0)",
         OPTIMIZER,
@@ -1806,7 +1806,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "a short block has the scale of its neighbor",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "scales.copy_(scale.squeeze(-1))",
         "scales.copy_(scale.squeeze(-1).roll(1, -1))",
         OPTIMIZER,
@@ -3468,56 +3468,56 @@ FAULTS: list[Fault] = [
     Fault(
         "optimizer",
         "a first moment of eight bits is read as a line",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "return steps * steps.abs() * (limit / 127**2) * root",
         "return steps * 127 * (limit / 127**2) * root",
     ),
     Fault(
         "shuffled order",
         "ranges of eight bits are those of the next block",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "ranges.copy_((bottom * 8 + fine).squeeze(-1))",
         "ranges.copy_((bottom * 8 + fine).squeeze(-1).roll(1, -1))",
     ),
     Fault(
         "stale buffer",
         "a skipped step changes the ranges of eight bits",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "outputs = [torch.empty_like(each) for each in moments] if is_packed else moments",
         "outputs = [*map(torch.empty_like, moments[:-1]), moments[-1]]",
     ),
     Fault(
         "accumulation dtype",
         "second moments of eight bits are rounded down",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "code = (low + rounds_up).clamp(max=254.0) + 1",
         "code = low.clamp(max=254.0) + 1",
     ),
     Fault(
         "accumulation dtype",
         "first moments of eight bits are rounded down",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "return (low + rounds_up).clamp(max=127.0).copysign(signed)",
         "return low.clamp(max=127.0).copysign(signed)",
     ),
     Fault(
         "optimizer",
         "small second moments of eight bits are zero",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "bottom = bottom.maximum(top - MAX_OCTAVES)",
         "nonzero = nonzero & (logs >= top - 8)",
     ),
     Fault(
         "wrong offset",
         "chance is of the place in a shard",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         "flat_indices(like.shape, position.offsets,",
         "flat_indices(like.shape, [0] * like.dim(),",
     ),
     Fault(
         "weight decay",
         "embeddings have moments of eight bits",
-        "optim/lean.py",
+        "optim/low_precision_adamw.py",
         'self.state_dtype == "8bit" and group.get("low_precision", True) and param.dim() >= 2',
         'self.state_dtype == "8bit" and param.dim() >= 2',
         ("optim/optimizer.py",),
@@ -3528,7 +3528,7 @@ FAULTS: list[Fault] = [
         "rows go to the ranks that have the same experts",
         "parallel/expert_parallel.py",
         'enable_dispatch(layers, mesh.get_group("ep"), section)',
-        'enable_dispatch(layers, mesh.get_group("edp"), section)',
+        'enable_dispatch(layers, mesh.get_group("efsdp"), section)',
         EXPERTS,
     ),
     Fault(

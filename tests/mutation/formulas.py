@@ -1100,7 +1100,7 @@ def check_references() -> None:
 @check("unit: rounded moments")
 def check_moments() -> None:
     """Check that a bfloat16 second moment decays on average as in float32."""
-    from weft.optim.lean import LowPrecisionAdamW
+    from weft.optim.low_precision_adamw import LowPrecisionAdamW
 
     for beta2 in (0.999,):
         param = nn.Parameter(torch.zeros(4096))
@@ -1114,7 +1114,9 @@ def check_moments() -> None:
         second = float(optimizer.state[param]["exp_avg_sq"].float().mean())
         exact = (1 - beta2**20) * beta2**100
         expect(
-            is_close(second, exact, 0.01), f"second moment {second}, not {exact}", "optim/lean.py"
+            is_close(second, exact, 0.01),
+            f"second moment {second}, not {exact}",
+            "optim/low_precision_adamw.py",
         )
 
 
@@ -1210,14 +1212,14 @@ def check_weight_gradients() -> None:
 @check("unit: moments of eight bits")
 def check_packed_moments() -> None:
     """Check that 8-bit moments are right on average, within any block and on any layout."""
-    from weft.optim import lean
+    from weft.optim import low_precision_adamw
 
-    module = "optim/lean.py"
+    module = "optim/low_precision_adamw.py"
     generator = torch.Generator().manual_seed(0)
     spread = torch.logspace(-9, -1, 32 * 4).view(1, -1)  # a block spans two decades
     exact = spread * (1 + torch.rand((1, 32 * 4), generator=generator))
     second, first = torch.zeros(exact.shape), torch.zeros(exact.shape)
-    limit = lean._max_ratio(0.9, 0.95)
+    limit = low_precision_adamw._max_ratio(0.9, 0.95)
     steps, worst = 400, 0.0
     for _ in range(steps):
         chances = [
@@ -1226,13 +1228,13 @@ def check_packed_moments() -> None:
         ]
         codes = torch.zeros(exact.shape, dtype=torch.uint8)
         ranges = torch.zeros((1, 4), dtype=torch.int16)
-        lean.pack_second(exact.square(), chances[0], codes, ranges)
-        result = lean.unpack_second(codes, ranges)
+        low_precision_adamw.pack_second(exact.square(), chances[0], codes, ranges)
+        result = low_precision_adamw.unpack_second(codes, ranges)
         worst = max(worst, float((result / exact.square() - 1).abs().max()))
         signed = torch.zeros(exact.shape, dtype=torch.int8)
-        lean.pack_first(-0.3 * exact, result.sqrt(), limit, chances[1], signed)
+        low_precision_adamw.pack_first(-0.3 * exact, result.sqrt(), limit, chances[1], signed)
         second += result / steps
-        first += lean.unpack_first(signed, result.sqrt(), limit) / steps
+        first += low_precision_adamw.unpack_first(signed, result.sqrt(), limit) / steps
     expect(worst < 0.15, f"a second moment is off by {worst:.2f} of itself", module)
     off = float((second / exact.square() - 1).abs().max())
     expect(off < 0.02, f"the mean of second moments is off by {off:.3f}", module)
@@ -1246,7 +1248,7 @@ def check_packed_moments() -> None:
         {"params": [each], "weight_decay": 0.0, "low_precision": each is param}
         for each in (param, rare, other)
     ]
-    packed = lean.LowPrecisionAdamW(
+    packed = low_precision_adamw.LowPrecisionAdamW(
         groups[:2], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, state_dtype="8bit"
     )
     plain = torch.optim.AdamW([other], weight_decay=0.0, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
@@ -1267,21 +1269,23 @@ def check_packed_moments() -> None:
 
 def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
     """Return the codes of some rows of a parameter after an update."""
-    from weft.optim import lean
+    from weft.optim import low_precision_adamw
 
     grad = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))[rows]
     first = torch.zeros(grad.shape, dtype=torch.int8)
     second = torch.zeros(grad.shape, dtype=torch.uint8)
     ranges = torch.zeros((len(grad), 2), dtype=torch.int16)
-    tensors = lean.ParamTensors(
+    tensors = low_precision_adamw.ParamTensors(
         torch.zeros_like(grad),
         grad,
         (first, second, ranges),
         torch.ones(()),
-        lean.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
+        low_precision_adamw.ShardPosition(torch.tensor(3, dtype=torch.int32), offsets, (4, 64)),
     )
     options = torch.tensor(False), torch.ones(()), torch.tensor(1e-3)
-    lean.update_all([tensors], lean.AdamWOptions(*options, 0.9, 0.95, 1e-8, 0.0))
+    low_precision_adamw.update_all(
+        [tensors], low_precision_adamw.AdamWOptions(*options, 0.9, 0.95, 1e-8, 0.0)
+    )
     return torch.cat([first.int(), second.int()], dim=1)
 
 
@@ -1292,11 +1296,11 @@ def check_growing_gradients() -> None:
     All gradients are equal, so a block spans at most two octaves, with 64 steps each or more.  The
     bound is the sum of the possible rounding errors of both moments in each step.
     """
-    from weft.optim import lean
+    from weft.optim import low_precision_adamw
 
-    beta1, beta2, lr, limit = 0.9, 0.95, 1e-3, lean._max_ratio(0.9, 0.95)
+    beta1, beta2, lr, limit = 0.9, 0.95, 1e-3, low_precision_adamw._max_ratio(0.9, 0.95)
     param, other = (nn.Parameter(torch.zeros(4, 64)) for _ in range(2))
-    packed = lean.LowPrecisionAdamW(
+    packed = low_precision_adamw.LowPrecisionAdamW(
         [{"params": [param]}], lr=lr, betas=(beta1, beta2), eps=1e-12, state_dtype="8bit"
     )
     plain = torch.optim.AdamW([other], lr=lr, betas=(beta1, beta2), eps=1e-12, weight_decay=0.0)
@@ -1311,7 +1315,11 @@ def check_growing_gradients() -> None:
         least = math.sqrt(second - second_off)
         bound += factor * ((first + first_off) / least - first / math.sqrt(second))
         off = float((param - other).abs().max())
-        expect(off <= bound + 1e-6 * lr, f"step {step}: off by {off}, not {bound}", "optim/lean.py")
+        expect(
+            off <= bound + 1e-6 * lr,
+            f"step {step}: off by {off}, not {bound}",
+            "optim/low_precision_adamw.py",
+        )
         second_off += (2 ** (1 / 64) - 1) * (second + second_off)
         root = math.sqrt(second + second_off)
         code = 127 * math.sqrt(min(1.0, first / root / limit)) + 1
@@ -1321,11 +1329,11 @@ def check_growing_gradients() -> None:
 @check("unit: rounded momentum")
 def check_momentum() -> None:
     """Check Muon's direction, and that a momentum is rounded by its formula, on average exactly."""
-    from weft.optim import lean
+    from weft.optim import low_precision_adamw
     from weft.optim.muon import orthogonalize
     from weft.optim.optimizer import build_muon
 
-    module = "optim/lean.py"
+    module = "optim/low_precision_adamw.py"
     generator = torch.Generator().manual_seed(0)
     for dtype in ("float32", "bfloat16", "8bit"):
         param, stored = nn.Parameter(torch.zeros(40, 50)), torch.zeros(40, 50)
@@ -1351,12 +1359,17 @@ def check_momentum() -> None:
     for _ in range(400):
         bits = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 50), dtype=torch.int32)
         moments = [torch.zeros(4, 50, dtype=torch.int8), torch.zeros(4, 2, dtype=torch.bfloat16)]
-        lean.pack([values], bits, 1.0, moments)
-        (result,) = lean.unpack(moments, 1.0)
+        low_precision_adamw.pack([values], bits, 1.0, moments)
+        (result,) = low_precision_adamw.unpack(moments, 1.0)
         mean += result / 400
         again = [torch.zeros_like(each) for each in moments]
-        lean.pack([result], torch.full_like(bits, lean.TO_NEAREST), 1.0, again)
-        expect(torch.equal(lean.unpack(again, 1.0)[0], result), "packing is not exact", module)
+        to_nearest = torch.full_like(bits, low_precision_adamw.TO_NEAREST)
+        low_precision_adamw.pack([result], to_nearest, 1.0, again)
+        expect(
+            torch.equal(low_precision_adamw.unpack(again, 1.0)[0], result),
+            "packing is not exact",
+            module,
+        )
     off = float((mean - values).abs().max() / values.abs().max())
     expect(off < 0.002, f"the mean of a momentum is off by {off:.4f}", module)
 
@@ -1434,11 +1447,11 @@ def check_skipped_steps() -> None:
 
     for name, dtype, module in (
         ("adamw", "float32", "optim/optimizer.py"),
-        ("adamw", "bfloat16", "optim/lean.py"),
-        ("adamw", "8bit", "optim/lean.py"),
+        ("adamw", "bfloat16", "optim/low_precision_adamw.py"),
+        ("adamw", "8bit", "optim/low_precision_adamw.py"),
         ("muon", "float32", "optim/muon.py"),
-        ("muon", "bfloat16", "optim/lean.py"),
-        ("muon", "8bit", "optim/lean.py"),
+        ("muon", "bfloat16", "optim/low_precision_adamw.py"),
+        ("muon", "8bit", "optim/low_precision_adamw.py"),
     ):
         generator = torch.Generator().manual_seed(0)
         params = {

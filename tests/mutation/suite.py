@@ -62,7 +62,7 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/test_lora_float8.py -k product",
     ),
     "unit: network of NCCL": ("cluster/nccl_log.py", "cluster/test_nccl_log.py"),
-    "unit: known accidents": (
+    "unit: known failures": (
         "cluster/failure_signatures.py",
         "cluster/test_failure_signatures.py",
     ),

@@ -192,7 +192,7 @@ def test_dora_of_experts_is_exported_merged(kind: str, tmp_path: Path) -> None:
 
 
 def many_dora_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
-    """Run `many_gradients` with a random B and random changes of the row lengths."""
+    """Run `many_gradients` with a random B and random changes of the magnitudes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("truncated_normal", 0.1))
         patch.setitem(lora.ADAPTER_INIT, "lora_magnitude", Init("truncated_normal", 0.1))

@@ -1,4 +1,4 @@
-"""Grouped products in float8 equal a formula in float64; kernels get what they can read."""
+"""Grouped GEMMs in float8 equal a formula in float64; kernels get what they can read."""
 
 from __future__ import annotations
 

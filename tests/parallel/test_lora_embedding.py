@@ -192,7 +192,7 @@ def test_rules_of_embedding_adapters() -> None:
     with pytest.raises(InvalidConfig, match="Use embed_tokens, whose adapter changes both"):
         resolve(small_job(*tied, ("lora.targets", "lm_head")), machine)
     keys = [("lora.targets", "embed_tokens"), ("lora.dora", "true")]
-    with pytest.raises(InvalidConfig, match=r"lora\.dora=true has lengths of columns"):
+    with pytest.raises(InvalidConfig, match=r"lora\.dora=true has magnitudes of columns"):
         resolve(small_job(*tied, *keys), machine)
     with pytest.raises(InvalidConfig, match="nor embed_tokens or lm_head"):
         resolve(small_job(*tied, ("lora.targets", "norm")), machine)

@@ -309,7 +309,7 @@ def check(kind: str, layouts: list[str], store: Path) -> None:
 
 
 def many_expert_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
-    """Run `many_adapter_gradients` with random changes of the row lengths."""
+    """Run `many_adapter_gradients` with random changes of the magnitudes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ADAPTER_INIT, "lora_magnitude", Init("truncated_normal", 0.1))
         return many_adapter_gradients(jobs, store)

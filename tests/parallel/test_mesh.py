@@ -95,7 +95,7 @@ def expert_groups() -> dict[str, int]:
 
 def test_experts_share_the_groups_of_the_other_axes() -> None:
     for sizes in run_ranks(expert_groups, 4):
-        assert sizes == {"this rank": 1, "dp_shard": 4, "edp": 2, "ep": 2}
+        assert sizes == {"this rank": 1, "dp_shard": 4, "efsdp": 2, "ep": 2}
 
 
 # --------------------------------------------------------------------------- timeouts

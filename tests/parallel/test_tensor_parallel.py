@@ -176,7 +176,7 @@ def test_tensor_parallel_layer_of_a_user_gradients_equal_one_process(
 
 # --------------------------------------------------------------------------- combinations of keys
 
-# Biases, sinks and gains are not zeros or ones, which would hide a factor.
+# Biases, sinks and norm weights are not zeros or ones, which would hide a factor.
 RANDOM = replace(FAMILY, get_init=lambda name, config: Init("truncated_normal", 0.2))
 REPLICATED = "parallel.sequence_parallel=false"
 UNEVEN = "head_dim=8 vocab_size=515 ffn_dim=101"

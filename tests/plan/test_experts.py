@@ -207,9 +207,9 @@ def test_forecast_of_experts_has_the_all_to_all_of_tokens() -> None:
     assert prediction.gib_by_category()["parameters"] == pytest.approx(
         4 * num_params(shape) / 64 / 2**30, rel=0.02
     )
-    # Each microbatch gathers them twice in bfloat16 over edp, and reduces float32 gradients.
+    # Each microbatch gathers them twice in bfloat16 over efsdp, and reduces float32 gradients.
     moved = plan.num_microbatches * experts / plan.ep * (2 + 2 + 4)
-    assert prediction.communication["edp"].bytes == pytest.approx(moved, rel=0.02)
+    assert prediction.communication["efsdp"].bytes == pytest.approx(moved, rel=0.02)
     assert any("perfectly balanced" in doubt for doubt in prediction.caveats)
 
 

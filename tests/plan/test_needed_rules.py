@@ -625,7 +625,7 @@ NOT_RUN = [
     ),
     NotRun(
         "lora.dora",
-        "has lengths of columns",
+        "has magnitudes of columns",
         'model.tied_embeddings=true lora.rank=4 lora.dora=true lora.targets=["embed_tokens"]',
         "a merged table cannot have two magnitudes",
     ),

@@ -250,7 +250,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str]]
     "plain": (
         {},
         lambda t: t | {f"{Q0}.lora_magnitude_vector": torch.ones(32)},
-        r"lengths of rows \(DoRA\), but use_dora is false",
+        r"magnitudes \(DoRA\), but use_dora is false",
     ),
     "vocabulary": (
         {},

@@ -7,7 +7,7 @@ environment variables, limits, directories.
   weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local_dir /dev/shm/$USER
   srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks and versions of all nodes
   srun --nodes 4 --ntasks-per-node=1 weft doctor --network     and the network between them
-  weft doctor --logs runs/7                                    known accidents in a run's logs
+  weft doctor --logs runs/7                                    known failures in a run's logs
   weft doctor --image                                          the software of a container image
 
 'weft train RECIPE --preflight' runs the checks on every node before its ranks start.  These keys
@@ -17,7 +17,7 @@ checkpoint.local_dir, data.cache_dir.  docs/doctor.md lists the checks.
 --network starts the ranks of all nodes, and measures each pair of nodes and an all-reduce.  It
 names the network that NCCL uses, and slow nodes.  docs/efa.md explains the findings.
 
---logs reads logs, or all logs of a run directory, and names known accidents of NCCL and EFA with
+--logs reads logs, or all logs of a run directory, and names known failures of NCCL and EFA with
 their remedies.  It checks nothing else.
 
 --image checks only software: torch, NCCL's plug-in for EFA, extras, a compiler, and that every user
@@ -53,7 +53,7 @@ def add_doctor(commands: Commands) -> None:
     add("--json", action="store_true", help="print one JSON object instead")
     text = "with several nodes, also measure the network between them"
     add("--network", action="store_true", help=text)
-    text = "find known accidents of NCCL and EFA in a log or in the logs of a run directory"
+    text = "find known failures of NCCL and EFA in a log or in the logs of a run directory"
     add("--logs", metavar="PATH", action="append", default=[], help=text)
     text = "check the software of a container image, without a GPU and a network"
     add("--image", action="store_true", help=text)

@@ -1,4 +1,4 @@
-"""Recognize known accidents of NCCL on EFA by logs, versions and facts.
+"""Recognize known failures of NCCL on EFA by logs, versions and facts.
 
 ``failure_signatures.toml`` lists them with their causes and remedies.  ``weft doctor --logs``, the
 check of versions in ``weft doctor`` and the message of a failed run use the same list.
@@ -35,7 +35,7 @@ LIMITS: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 
 @dataclass(frozen=True)
 class Signature:
-    """An accident; ``failure_signatures.toml`` explains the fields."""
+    """A known failure; ``failure_signatures.toml`` explains the fields."""
 
     name: str
     cause: str
@@ -52,7 +52,7 @@ class Signature:
 
     @property
     def needs_log(self) -> bool:
-        """True if only a log can show the accident."""
+        """True if only a log can show the failure."""
         return bool(self.pattern or self.network) or "few_devices" in self.facts
 
 
@@ -79,7 +79,7 @@ def expected_devices(facts: Facts) -> int:
 
 @cache
 def load_signatures() -> Sequence[Signature]:
-    """Return all accidents, special ones first."""
+    """Return all failures, special ones first."""
     text = Path(__file__).with_name("failure_signatures.toml").read_text("utf-8")
     rows = tomllib.loads(text)["signatures"]
     return [Signature(**row | {"facts": tuple(row.get("facts", ()))}) for row in rows]
@@ -95,7 +95,7 @@ def match_version(version: str, limits: str) -> bool:
 
 
 def find_signatures(text: str, facts: Facts, log: NcclLog | None = None) -> dict[Signature, str]:
-    """Return the accidents of a log and a machine, with the line that shows each.
+    """Return the failures of a log and a machine, with the line that shows each.
 
     Args:
         text: log of one process; empty: only facts count.
@@ -122,7 +122,7 @@ def find_signatures(text: str, facts: Facts, log: NcclLog | None = None) -> dict
             and signature.name not in {other.name for other in found}
         ):
             found[signature] = _line_of(text, match) if match else ""
-    if len(found) > 1:  # the general accident explains nothing that a special one does not
+    if len(found) > 1:  # the general failure explains nothing that a special one does not
         found = {s: line for s, line in found.items() if s.name != "no-efa-device"}
     return found
 
@@ -161,12 +161,12 @@ def find_logs(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def explain_failure_logs(texts: Iterable[str], facts: Facts) -> list[str]:
-    """Return lines that name the known accidents in the logs of a failed run."""
+    """Return lines that name the known failures in the logs of a failed run."""
     found: dict[str, Signature] = {}
     for text in texts:
         for signature in find_signatures(text, facts):
             found.setdefault(signature.name, signature)
     lines: list[str] = []
     for name, signature in found.items():
-        lines += [f"known accident ({name}): {signature.cause}", f"  -> {signature.remedy}"]
+        lines += [f"known failure ({name}): {signature.cause}", f"  -> {signature.remedy}"]
     return lines

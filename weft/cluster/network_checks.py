@@ -144,7 +144,7 @@ def check_efa_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
-    """Check logs for known accidents; each is one finding, with its first log.
+    """Check logs for known failures; each is one finding, with its first log.
 
     Args:
         paths: logs and run directories.
@@ -170,7 +170,7 @@ def check_logs(paths: Iterable[Path], facts: Facts) -> Iterator[Finding]:
     if not logs:
         yield warning("no logs found", "give a run directory, or log files", check="logs")
     elif not found:
-        yield ok(f"no known accident in {len(logs)} logs", check="logs")
+        yield ok(f"no known failure in {len(logs)} logs", check="logs")
 
 
 # --------------------------------------------------------------------------- the network in use
@@ -191,7 +191,7 @@ def judge_network(log: NcclLog, facts: Facts) -> Finding:
     """
     observation = f"NCCL uses {describe_network(log)}"
     instance, count = find_instance_type(facts.instance_type), expected_devices(facts)
-    remedy = "see the accidents in docs/efa.md; weft doctor shows what is missing"
+    remedy = "see the failures in docs/efa.md; weft doctor shows what is missing"
     if not log.network:
         return note("NCCL's log does not name its network", "set NCCL_DEBUG=INFO")
     if log.network == "Socket":

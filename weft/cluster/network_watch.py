@@ -177,8 +177,8 @@ class NetworkWatch:
             thread.join(2 * POLL_SECONDS)
 
 
-def name_accidents(log: Path, message: str) -> list[str]:
-    """Return lines that name the known accidents which explain a rank's failure.
+def name_known_failures(log: Path, message: str) -> list[str]:
+    """Return lines that name the known failures which explain a rank's failure.
 
     Args:
         log: log of the rank that failed.

@@ -23,7 +23,7 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.cluster import FAILED, HUNG, INTERRUPTED, REQUEUE, UNHEALTHY, USAGE_ERROR
 from weft.cluster.doctor import preflight
 from weft.cluster.launcher import Failure, Requeue, launch, report_notice
-from weft.cluster.network_watch import name_accidents, watch_launched_ranks
+from weft.cluster.network_watch import name_known_failures, watch_launched_ranks
 from weft.cluster.rank_exit import (
     TrainingFailed,
     log_path,
@@ -343,7 +343,7 @@ def print_restart(failure: Failure, home: Path, run_dir: Path) -> None:
     note_event(run_dir, "restart", last_logged_step(run_dir), describe_failure(failure))
     newest = list_checkpoints(home)[-1:]
     origin = f"from {newest[0]}" if newest else "from the beginning: there is no checkpoint yet"
-    lines = [*name_accidents(failure.log, failure.message), f"log: {failure.log}"]
+    lines = [*name_known_failures(failure.log, failure.message), f"log: {failure.log}"]
     print("".join(f"  {x}\n" for x in (*lines, f"restarting {origin}")), end="", file=sys.stderr)
 
 
@@ -366,7 +366,7 @@ def explain_failure(failure: Failure, home: Path, run_dir: Path) -> TrainingFail
     lines = [message]
     if failure.traceback and not failure.is_expected:
         lines += [f"  | {line}" for line in failure.traceback.rstrip().splitlines()[-12:]]
-    lines += [f"  {line}" for line in name_accidents(failure.log, message)]
+    lines += [f"  {line}" for line in name_known_failures(failure.log, message)]
     lines.append(f"  log: {failure.log}")
     if failure.no_retry_reason:
         lines.append(f"  not restarted: {failure.no_retry_reason}")

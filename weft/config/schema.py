@@ -657,7 +657,9 @@ class LoraSection(Section):
         tries=("0.2",),
     )
     dora: bool = key(
-        False, "also train the length of each row of an adapted matrix (DoRA)", needs="lora.rank>0"
+        False,
+        "also train the magnitude of each row of an adapted matrix (DoRA)",
+        needs="lora.rank>0",
     )
 
     @property

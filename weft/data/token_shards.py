@@ -1,8 +1,8 @@
 """Encode text into token shards, and resume an interrupted preparation.
 
 The text alone determines the content of each shard, so shards do not depend on each other.  weft
-writes a shard to a temporary file, flushes and renames it, and then writes a *receipt*
-(``train-00000.json``) with its hash.  The next attempt keeps the shards whose receipt matches.
+writes a shard to a temporary file, flushes and renames it, and then writes a *manifest entry*
+(``train-00000.json``) with its hash.  The next attempt keeps the shards whose entry matches.
 """
 
 from __future__ import annotations
@@ -310,24 +310,24 @@ def describe_shard(file: Path, tokens: Tokens) -> Shard:
 
 
 def write_shard(file: Path, tokens: Tokens, encoder: Encoder) -> Shard:
-    """Write tokens to a file, and then its receipt."""
+    """Write tokens to a file, and then its manifest entry."""
     shard = describe_shard(file, tokens)
     write_durably(file, tokens.data)
-    write_durably(file.with_suffix(".json"), _make_receipt(shard, encoder))
+    write_durably(file.with_suffix(".json"), _make_entry(shard, encoder))
     return shard
 
 
 def load_finished_shard(file: Path, encoder: Encoder) -> Shard | None:
     """Return the shard that an earlier attempt completed in a file, if any."""
     try:
-        receipt = file.with_suffix(".json").read_bytes()
+        entry = file.with_suffix(".json").read_bytes()
         shard = describe_shard(file, np.fromfile(file, encoder.dtype))
     except FileNotFoundError:
         return None
-    return shard if receipt == _make_receipt(shard, encoder) else None
+    return shard if entry == _make_entry(shard, encoder) else None
 
 
-def _make_receipt(shard: Shard, encoder: Encoder) -> bytes:
+def _make_entry(shard: Shard, encoder: Encoder) -> bytes:
     return json.dumps(asdict(shard) | {"tokenizer": encoder.hash}).encode()
 
 
@@ -335,23 +335,23 @@ def _make_receipt(shard: Shard, encoder: Encoder) -> bytes:
 
 
 def put_shard(file: Path, tokens: Tokens, encoder: Encoder, shared: SharedWork) -> Shard:
-    """Put tokens, their summary, and then their receipt."""
+    """Put tokens, their summary, and then their manifest entry."""
     shard = describe_shard(file, tokens)
     put_object(file, tokens.tobytes())
     put_object(shared.summaries / file.name, _summarize(tokens, encoder.separator))
-    put_object(file.with_suffix(".json"), _make_receipt(shard, encoder))
+    put_object(file.with_suffix(".json"), _make_entry(shard, encoder))
     return shard
 
 
 def load_shared_shard(file: Path, encoder: Encoder) -> Shard | None:
     """Return the shard that any worker has completed, if any; its tokens are not read."""
     try:
-        receipt = json.loads(file.with_suffix(".json").read_bytes())
+        entry = json.loads(file.with_suffix(".json").read_bytes())
     except FileNotFoundError:
         return None
-    if receipt.pop("tokenizer") != encoder.hash:  # put_object raises the error
+    if entry.pop("tokenizer") != encoder.hash:  # put_object raises the error
         return None
-    return Shard(**receipt)
+    return Shard(**entry)
 
 
 def _summarize(tokens: Tokens, separator: int) -> bytes:

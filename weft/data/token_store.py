@@ -5,8 +5,8 @@ A store is a directory that ``weft.data.prepare`` writes::
     tokenizer.json          the tokenizer that encoded the text
     train-00000.bin ...     token ids, uint16 or uint32, without a header; every document (or its
     validation-00000.bin    part of the split) ends with the separator
-    train-00000.json ...    receipts, which only an interrupted preparation reads; shards of files
-                            with many documents have two numbers: fragment and row group
+    train-00000.json ...    manifest entries, which only an interrupted preparation reads; shards of
+                            files with many documents have two numbers: fragment and row group
     train.ends              ends of the documents of text in tokens, after each separator; int64
     store.json              the manifest: sizes, hashes, counts; written last
 

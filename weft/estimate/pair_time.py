@@ -1,6 +1,6 @@
 """Time of two passes that take turns, as in `weft.parallel.pass_overlap`.
 
-A pass is a list of chunks: a computation, then an exchange of experts (or none, at the end).  After
+A pass is a list of chunks: a computation, then an exchange of tokens (or none, at the end).  After
 a chunk with an exchange the other pass computes.  A pass continues when its exchange has ended.
 There is one device to compute and one link for the exchanges of both.  The forward pass begins,
 unless it has no exchange.

@@ -28,7 +28,7 @@ from weft.estimate.op_recorder import OpRecorder
 from weft.estimate.traced_attention import GPU_KERNELS
 from weft.models.attention import DEVICE_KERNELS
 from weft.models.host_reads import document_starts, read_counts
-from weft.optim.lean import UPDATE
+from weft.optim.low_precision_adamw import UPDATE
 from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.block_attention import BLOCK
 from weft.parallel.expert_dispatch import is_positive_on_any_rank

@@ -203,10 +203,10 @@ def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """Return the process groups of a rank by axis; ``dp_shard`` includes ``cp``."""
     groups = {axis: mesh.get_group(axis) for axis in PARAMETER_AXES}
     if mesh.expert_mesh is not None:
-        groups |= {axis: mesh.expert_mesh.get_group(axis) for axis in ("edp", "ep")}
+        groups |= {axis: mesh.expert_mesh.get_group(axis) for axis in ("efsdp", "ep")}
         replicas = mesh.expert_mesh.get_group("dp_replicate")
-        if groups["edp"].size() == 1 and replicas is not groups["dp_replicate"]:
-            groups["edp"] = replicas  # train.world_size_invariant
+        if groups["efsdp"].size() == 1 and replicas is not groups["dp_replicate"]:
+            groups["efsdp"] = replicas  # train.world_size_invariant
     return groups | ({"cp": mesh.cp_group} if mesh.cp_group else {})
 
 

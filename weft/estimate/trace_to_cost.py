@@ -80,7 +80,7 @@ class TracePricer:
         self.overlaps: dict[str, Overlap] = {
             "dp_shard": "prefetch",
             "dp_replicate": "prefetch",
-            "edp": "prefetch",
+            "efsdp": "prefetch",
             "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
             "ep": "pair" if plan.overlaps_exchanges else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
@@ -318,8 +318,8 @@ def to_matmul(
 
     Args:
         call: the call.
-        num_chunks: grouped products have rows in one of so many parts of their groups.
-        padding: rows of a grouped product, over those that it multiplies.
+        num_chunks: grouped GEMMs have rows in one of so many parts of their groups.
+        padding: rows of a grouped GEMM, over those that it multiplies.
         in_float32: the products with float32 results are in float32 without TF32.
     """
     first = MATMUL_OPS[call.name]

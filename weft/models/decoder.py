@@ -378,7 +378,7 @@ INIT: dict[str, Init] = {
     "score.weight": Init("truncated_normal", 0.02),
 }
 
-# Parameters without weight decay: gains, biases, sinks, and embeddings, including tied ones.
+# Parameters without weight decay: norm weights, biases, sinks, and embeddings, including tied ones.
 NO_DECAY: tuple[str, ...] = ("*norm.weight", "*.bias", "*.sinks.weight", "embed_tokens.weight")
 
 

@@ -1,4 +1,4 @@
-"""Layers of a decoder block: norms, feed-forward, grouped products.
+"""Layers of a decoder block: norms, feed-forward, grouped GEMMs.
 
 Shapes in names: B batch, T tokens of a sequence, D model width, F feed-forward width.
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.optim.lean import MUON_MOMENTS, LowPrecisionAdamW
+from weft.optim.low_precision_adamw import MUON_MOMENTS, LowPrecisionAdamW
 from weft.parallel.dtensor import is_dtensor, shard_bounds, to_local
 from weft.parallel.mesh import Groups, create_mesh
 from weft.parallel.private import without_fake_tensors

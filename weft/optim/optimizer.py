@@ -28,7 +28,7 @@ def build_adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimiz
     """Build AdamW (Loshchilov and Hutter, 2019) with the fused kernel."""
     options = adamw_options(optim)
     if options["state_dtype"] != "float32":
-        from weft.optim.lean import LowPrecisionAdamW
+        from weft.optim.low_precision_adamw import LowPrecisionAdamW
 
         return LowPrecisionAdamW(groups, **options)
     del options["state_dtype"]
@@ -61,7 +61,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer over its parameter groups.
 
-    Embeddings, head, gains and biases are in groups with ``low_precision`` false.
+    Embeddings, head, norm weights and biases are in groups with ``low_precision`` false.
 
     Args:
         params: (name in the full model, parameter) pairs.

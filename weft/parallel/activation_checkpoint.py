@@ -12,7 +12,7 @@ all give bitwise equal gradients, because recomputation repeats the same operato
 *budget* saves the results of the same collectives as *selective*.  Ranks can have different numbers
 of tokens of experts, and of columns of weights, but must repeat the same collectives.
 
-Calls of a block can run different operators, such as exchanges of experts with padded and with
+Calls of a block can run different operators, such as exchanges of tokens with padded and with
 exact sizes.  So *budget* saves by operator and shapes, not by the index of an operator in a call.
 
 ``every_n_layers = n`` applies the mode to every n-th block only.  Offload is a separate option: see

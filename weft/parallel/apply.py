@@ -171,7 +171,7 @@ def parallelize_model(
             reshard_after_forward=plan.reshard_after_forward,
             node_size=plan.shard_ranks_per_node,
             experts=[layer.experts for layer in moe_layers],
-            expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "edp"],
+            expert_mesh=None if expert_mesh is None else expert_mesh["dp_replicate", "efsdp"],
             units=None if family.fsdp_units is None else family.fsdp_units(model),
         )
     elif plan.compute_dtype != "float32":

@@ -1,4 +1,4 @@
-"""DoRA (arXiv:2402.09353): adapters that also train the length of each row.
+"""DoRA (arXiv:2402.09353): adapters that also train the magnitude of each row.
 
     out = m / |W + s B A| * (x W^T + s (x A^T) B^T)        s = alpha / rank
 
@@ -39,7 +39,7 @@ SMALLEST_NORM = 1e-12  # of a row of zeros
 
 
 class Magnitude(nn.Module):
-    """Changes of row lengths: a weight ``[outputs]``, or ``[experts, outputs]``."""
+    """Changes of magnitudes: a weight ``[outputs]``, or ``[experts, outputs]``."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Magnitude(nn.Module):
 
 
 class DoraLayer(LoraLayer):
-    """A frozen layer with an adapter and a trained length of each row.
+    """A frozen layer with an adapter and a trained magnitude of each row.
 
     Attributes:
         input_group: ranks that share the inputs of the layer; None: this rank has all.
@@ -85,11 +85,11 @@ class DoraLayer(LoraLayer):
 
 
 class DoraLinear(DoraLayer, LoraLinear):
-    """A frozen linear layer with an adapter and a trained length of each row."""
+    """A frozen linear layer with an adapter and a trained magnitude of each row."""
 
 
 class DoraExpertLinear(DoraLayer, LoraExpertLinear):
-    """Frozen linear layers of experts, each with an adapter and lengths of its rows."""
+    """Frozen linear layers of experts, each with an adapter and magnitudes."""
 
 
 def magnitude_scale(

@@ -7,12 +7,12 @@ one all-to-all sends each token to the ranks of its experts, and another returns
 (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596).  No token is dropped: a rank receives
 all rows routed to its experts, so a balanced router balances the ranks.
 
-    ranks that shard parameters (dp_shard x cp) = edp x ep        e.g. 64 = 8 x 8
+    ranks that shard parameters (dp_shard x cp) = efsdp x ep        e.g. 64 = 8 x 8
     attention, norms, router, shared experts     FSDP over all 64
-    experts                                      sharded over ep, FSDP over the 8 of edp
+    experts                                      sharded over ep, FSDP over the 8 of efsdp
 
 The ranks of an ``ep`` group are neighbors, so tokens stay inside a node if ``ep`` fits into one.
-Experts are FSDP units on the mesh axes ``dp_replicate, edp``.  Their parameters are DTensors on
+Experts are FSDP units on the mesh axes ``dp_replicate, efsdp``.  Their parameters are DTensors on
 ``ep`` (and ``tp``), so checkpoints, gradient norm and initialization know each rank's shard.  An
 expert's gradient needs no extra scale: the returning tokens of all ``ep`` ranks already sum it, and
 FSDP sums over the other ranks.

@@ -1,4 +1,4 @@
-"""Experts in float8: grouped products of 8-bit numbers.
+"""Experts in float8: grouped GEMMs of 8-bit numbers.
 
 Each expert's layer has the three products of a linear layer, and each is one kernel for all
 experts.  The recipes are those of `weft.parallel.float8`, per expert:
@@ -251,7 +251,7 @@ def _to_tiles(scale: Tensor) -> Tensor:
     return tiles.transpose(-4, -2).flatten(-3)
 
 
-# Inductor chooses strides of the inputs of grouped products that their kernels refuse.  It keeps
+# Inductor chooses strides of the inputs of grouped GEMMs that their kernels refuse.  It keeps
 # those of operators with this tag.
 EXACT = torch.Tag.needs_exact_strides
 torch.library.define(

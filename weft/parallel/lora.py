@@ -13,7 +13,7 @@ parameters.
 
 *Experts.*  The experts of a layer hold one stack of matrices (`weft.models.moe.ExpertLinear`), and
 so do their adapters: A is ``[experts, rank, inputs]``, B is ``[experts, outputs, rank]``.  Two
-grouped products apply them, so expert parallelism shards A and B like the experts.  The router is
+grouped GEMMs apply them, so expert parallelism shards A and B like the experts.  The router is
 frozen, and so is its load-balance bias: nothing would train the router to follow a moving bias, and
 an exported adapter has no place for it.
 

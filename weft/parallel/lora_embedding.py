@@ -13,7 +13,7 @@ A of the head, and A is B of the head.  So the merged model is tied, too.
 ranks' ids.  So the output is a partial sum, as without an adapter, and so is the gradient of B.
 
 *DoRA* trains the length of each of the D columns, as in PEFT, over all ids.  A tied head would need
-lengths of rows, so it is refused.
+magnitudes of rows, so it is refused.
 
 Shapes in names: V vocabulary on this rank, D model width, B batch, T tokens.
 """

@@ -30,7 +30,7 @@ from weft.plan.plan import Plan
 
 # In weft, an axis belongs to a mesh and a dim to a tensor.
 PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 
 
 CreateGroup = Callable[[str, Tensor, str], Any]  # see `create_group`

@@ -1,4 +1,4 @@
-"""Overlap of a forward and a backward pass, which hides the exchange of experts.
+"""Overlap of a forward and a backward pass, which hides the exchange of tokens.
 
 Expert parallelism sends tokens to their experts and back (`weft.parallel.expert_parallel`).  Each
 layer waits for both exchanges, forward and backward, and has nothing else to compute.  A pipeline
@@ -46,7 +46,7 @@ class OtherPassFailed(BaseException):
 
 
 def run_in_turns(main: Callable[[], None], other: Callable[[], None]) -> None:
-    """Run two functions, which switch during each exchange of experts.
+    """Run two functions, which switch during each exchange of tokens.
 
     Args:
         main: runs in this thread, and first.

@@ -6,17 +6,17 @@ with Megatron-LM's ``--expert-tensor-parallel-size 1``.  So that the ranks of ``
 each other's work, each routes its part of a sequence.  For experts they are like more data-parallel
 ranks:
 
-    ranks with different tokens (dp_shard x cp x tp) = edp x ep        e.g. 64 = 8 x 8
+    ranks with different tokens (dp_shard x cp x tp) = efsdp x ep        e.g. 64 = 8 x 8
     attention, norms, router, shared experts     as ever: tp, and FSDP over dp_shard x cp
-    experts                                      sharded over ep, FSDP over edp
+    experts                                      sharded over ep, FSDP over efsdp
 
 ``ep`` groups are neighbors, first those of a tensor-parallel group.  With sequence parallelism a
 rank has its slice of the sequence anyway, and a layer with experts gathers nothing.  Without, it
 takes its slice of the layer's input, and gathers the outputs.  Shared experts remain split by
 width.
 
-*Gradients.*  FSDP sums those of an expert over ``edp``, and so over tokens of all ranks.  Those of
-the router are partial sums over ``tp``.  Its loss and the load of experts count each token once.
+*Gradients.*  FSDP sums those of an expert over ``efsdp``, and so over tokens of all ranks.  Those
+of the router are partial sums over ``tp``.  Its loss and the load of experts count each token once.
 
 Shapes in names: B sequences, T tokens of a sequence on this context-parallel rank, S = T / tp.
 """

@@ -46,7 +46,7 @@ def _obstacles(
         rule = "the host reads the number of rows for each rank"
         yield "parallel.ep_dispatch", "alltoall", rule, "parallel.ep_dispatch=padded"
     if has_experts and compute_dtype != "bfloat16":
-        rule = "grouped products in other dtypes read the numbers of tokens on the host"
+        rule = "grouped GEMMs in other dtypes read the numbers of tokens on the host"
         value = job.precision.compute_dtype
         yield "precision.compute_dtype", value, rule, "precision.compute_dtype=bfloat16"
     is_blockwise = degrees.cp > 1 and parallel.cp_method != "ulysses"

@@ -37,7 +37,7 @@ def dispatch_warnings(plan: Plan) -> Iterator[str]:
     is_padded = plan.ep > 1 and plan.job.parallel.ep_dispatch == "padded"
     if is_padded and plan.compute_dtype != "bfloat16":
         yield (
-            f"{KEY}=padded saves no wait of the host, because grouped products in "
+            f"{KEY}=padded saves no wait of the host, because grouped GEMMs in "
             f"{plan.compute_dtype} read the numbers of tokens. Use bfloat16 "
             "(precision.compute_dtype), or alltoall."
         )

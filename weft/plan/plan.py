@@ -271,7 +271,7 @@ class Plan:
     def compiles_experts(self) -> bool:
         """Return True if torch.compile captures experts, in bfloat16.
 
-        PyTorch cannot trace grouped products of other dtypes.  Taps need the shapes of inputs (see
+        PyTorch cannot trace grouped GEMMs of other dtypes.  Taps need the shapes of inputs (see
         `weft.parallel.weight_gradients`), which for experts depend on the tokens.
         """
         return self.is_compiled and self.compute_dtype == "bfloat16" and not self.splits_backward

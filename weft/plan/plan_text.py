@@ -225,9 +225,9 @@ def _describe_peak(plan: Plan) -> str:
 def _describe_sharding(plan: Plan) -> str:
     fsdp_size, experts = plan.fsdp_size, ""
     if plan.ep > 1 or plan.etp < plan.tp:
-        edp = max(1, fsdp_size * plan.tp // plan.etp // plan.ep)
+        efsdp = max(1, fsdp_size * plan.tp // plan.etp // plan.ep)
         whole = "whole " * (plan.etp < plan.tp)
-        experts = f", {whole}experts over {plan.ep} (ep) x {edp:,}"
+        experts = f", {whole}experts over {plan.ep} (ep) x {efsdp:,}"
     if fsdp_size == 1:
         text = f"none: every rank holds its part of the model unsharded{experts}"
         return text + "; gradients are added in a fixed order" * plan.world_size_invariant

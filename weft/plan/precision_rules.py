@@ -102,7 +102,9 @@ def check_lora(
             errors.add("lora.targets", rule, remedy, ("model.kind",), value=target)
     _check_tables(errors, job, model)
     if section.dora and is_tied and outer:
-        rule = "has lengths of columns for the embedding, but of rows for the head that shares it"
+        rule = (
+            "has magnitudes of columns for the embedding, but of rows for the head that shares it"
+        )
         remedy = "use lora.targets without embed_tokens, or lora.dora=false"
         errors.add("lora.dora", rule, remedy, ("lora.targets", "model.tied_embeddings"))
     unequal = {(m.name.rpartition(".")[2], m.in_features): m for m in matrices}

@@ -169,13 +169,13 @@ def _read_embedding_b(adapters: Mapping[str, Weight], module: str) -> Tensor:
 
 
 def read_magnitude(adapters: Mapping[str, Weight], module: str) -> Tensor | None:
-    """Return the changes of a matrix's row lengths (DoRA), or None."""
+    """Return the changes of a matrix's magnitudes (DoRA), or None."""
     weight = adapters.get(f"{module}.lora_magnitude.weight")
     return None if weight is None else torch.cat([*weight.read()])
 
 
 def row_lengths(weight: Weight) -> Tensor:
-    """Return the length of each row of a matrix."""
+    """Return the magnitude of each row of a matrix."""
     return torch.cat([rows.float().norm(dim=-1) for rows in weight.read()])
 
 

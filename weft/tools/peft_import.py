@@ -77,7 +77,7 @@ class Adapter(NamedTuple):
     Attributes:
         section: the keys of the section ``[lora]`` that they decide.
         weights: A and B by weft's name.
-        lengths: DoRA's lengths of rows (of an embedding, columns) by weft's module.
+        lengths: DoRA's magnitudes of rows (of an embedding, columns) by weft's module.
         saved: weights that replace the base model's, by weft's name.
         saved_names: their names in the file, with weft's names.
         tables: embedding and head that are trained further in full.
@@ -340,7 +340,7 @@ class _Reader:
         for kind in sorted(needed - names.keys()):
             self.errors.add(printable(path), f"has no tensor lora_{kind}", "download it again")
         if names.keys() - needed:
-            rule = "has lengths of rows (DoRA), but use_dora is false"
+            rule = "has magnitudes (DoRA), but use_dora is false"
             rule = rule if "magnitude" in names else "has adapters of two kinds"
             self.errors.add(printable(path), rule, "download both files again")
         return names.keys() == needed

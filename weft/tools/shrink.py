@@ -490,7 +490,7 @@ def _shrink_token_ids(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _param_persistence_threshold(plan: Plan, fields: dict[str, Any]) -> int:
-    """Return a threshold between gains and matrices if the recipe's is, else 1."""
+    """Return a threshold between norm weights and matrices if the recipe's is, else 1."""
     job = plan.job
     limit = job.parallel.param_persistence_threshold
     if not limit or "dim" not in fields:

@@ -59,7 +59,7 @@ from weft.data.token_store import TokenStream
 from weft.models.moe import ExpertLinear
 from weft.monitor.layer_comparison import finite_or_inf, safe_ratio
 from weft.monitor.layer_stats import hook_forward
-from weft.optim.lean import LowPrecisionAdamW
+from weft.optim.low_precision_adamw import LowPrecisionAdamW
 from weft.optim.optimizer import (
     clip_scale,
     compute_grad_norm,

@@ -46,7 +46,7 @@ LABELS = {
 }
 # Causes of time in the order of the bar.
 CAUSES = (
-    *("compute", "tp", "cp", "dp_shard", "edp", "ep", "dp_replicate", "pp"),
+    *("compute", "tp", "cp", "dp_shard", "efsdp", "ep", "dp_replicate", "pp"),
     *("bubble", "host", "world", "offload", "data"),
 )
 

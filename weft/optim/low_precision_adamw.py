@@ -4,7 +4,7 @@ AdamW's moments are 8 of the 16 bytes per parameter in training.  Two formats ar
 
     bfloat16    Two bytes, with float32's exponents, so nothing underflows.
     8bit        One byte each for the matrices of the blocks, see below.  All other parameters
-                (embedding, head, gains) keep float32 moments, because their rows may be rare.
+                (embedding, head, norms) keep float32 moments, because their rows may be rare.
 
 *float32*, which only Muon asks for here, is the same arithmetic without rounding.
 

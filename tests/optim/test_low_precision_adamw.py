@@ -27,8 +27,8 @@ from tests.small import (
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.schema import OptimSection
-from weft.optim import lean
-from weft.optim.lean import (
+from weft.optim import low_precision_adamw
+from weft.optim.low_precision_adamw import (
     LowPrecisionAdamW,
     PackedMoment,
     pack_first,
@@ -309,8 +309,8 @@ def packed_values(kind: str, shape: tuple[int, int], draw: torch.Generator) -> A
         moments = [codes, second, torch.zeros(blocks, dtype=torch.int16)]
     values = values[: len(moments) - 1]
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, generator=draw)
-    lean.pack(values, bits, 1.2, moments)
-    return values, moments, lean.unpack(moments, 1.2)
+    low_precision_adamw.pack(values, bits, 1.2, moments)
+    return values, moments, low_precision_adamw.unpack(moments, 1.2)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -320,9 +320,9 @@ def test_8bit_rows_of_any_length_are_packed_in_blocks(kind: str) -> None:
     for columns in (1, 31, 32, 33, 95, 96, 130):
         _, moments, unpacked = packed_values(kind, (7, columns), draw)
         again = [torch.zeros_like(moment) for moment in moments]
-        nearest = torch.full((7, columns), lean.TO_NEAREST, dtype=torch.int32)
-        lean.pack(unpacked, nearest, 1.2, again)
-        for one, other in zip(unpacked, lean.unpack(again, 1.2), strict=True):
+        nearest = torch.full((7, columns), low_precision_adamw.TO_NEAREST, dtype=torch.int32)
+        low_precision_adamw.pack(unpacked, nearest, 1.2, again)
+        for one, other in zip(unpacked, low_precision_adamw.unpack(again, 1.2), strict=True):
             assert one.equal(other), columns
             assert one.shape == (7, columns)
 
@@ -336,8 +336,8 @@ def test_8bit_momentum_is_rounded_without_bias() -> None:
     for _ in range(2000):
         bits = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 50), dtype=torch.int32)
         moments = [torch.zeros(4, 50, dtype=torch.int8), torch.zeros(4, 2, dtype=torch.bfloat16)]
-        lean.pack([values], bits, 1.0, moments)
-        (result,) = lean.unpack(moments, 1.0)
+        low_precision_adamw.pack([values], bits, 1.0, moments)
+        (result,) = low_precision_adamw.unpack(moments, 1.0)
         # Steps of the codes, 2 / 127 of the largest at most, and the rounding of the scale.
         assert ((result - values).abs() <= 0.025 * limit).all()
         total += result
@@ -416,8 +416,8 @@ def test_lean_compiled_step_is_equal(states: str, monkeypatch: pytest.MonkeyPatc
         calls.append(len(params))
         run_compiled(label, True, function, params, *args)
 
-    monkeypatch.setattr(lean, "run_compiled", run)
-    monkeypatch.setattr(lean, "PARAMS_PER_CALL", 2)
+    monkeypatch.setattr(low_precision_adamw, "run_compiled", run)
+    monkeypatch.setattr(low_precision_adamw, "PARAMS_PER_CALL", 2)
     compiled, of_compiled = several_trained(states)
     assert calls == 3 * [2, 1, 1, 1]
     for one, other in zip(plain, compiled, strict=True):
