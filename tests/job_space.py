@@ -92,15 +92,16 @@ def needed_settings(key: str, text: str) -> dict[str, str]:
     terms = [
         t for each in conditions for part in parse_condition(each) for t in list_settings(part)
     ]
-    return {term.name: _choose_value(term) for term in reversed(terms)}
+    chosen = {term.name: _choose_value(term) for term in reversed(terms)}
+    return {name: value for name, value in chosen.items() if value}
 
 
 def _choose_value(term: Term) -> str:
-    """Return a value of a key that fulfills a term."""
+    """Return a value of a key that fulfills a term; empty: none is known."""
     if term.sign == "=":
         return term.values[0]
     numbers = [str(int(float(term.values[0])) + 1)] if term.sign == ">" else []
-    return next(v for v in (*candidate_values(term.name), *numbers) if term.holds(v))
+    return next((v for v in (*candidate_values(term.name), *numbers) if term.holds(v)), "")
 
 
 def _guess_values(annotation: Any, default: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from tests.cluster.test_image_checks import build_library
 from tests.cluster.test_nccl_log import P5
 from tests.cluster.test_node_checks import MEASURED
 from weft.cluster.failure_signatures import find_signatures
-from weft.cluster.node_facts import parse_version
+from weft.version import parse_version
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"

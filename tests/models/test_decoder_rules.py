@@ -15,15 +15,7 @@ EXPERTS = {"num_experts": 8, "expert_dim": 64}
 @pytest.mark.parametrize(
     ("fields", "key", "mend"),
     [
-        ({"sliding_window": 9}, "sliding_window", {"layer_pattern": "LG"}),
-        ({"attention_chunk": 9}, "attention_chunk", {"layer_pattern": "L"}),
         ({"layer_pattern": "LG"}, "layer_pattern", {"sliding_window": 9}),
-        ({"temperature_interval": 4}, "temperature_interval", {"rope_pattern": "RN"}),
-        ({"norm_bias": True}, "norm_bias", {"norm": "layer"}),
-        ({"shared_experts": 1}, "shared_experts", EXPERTS),
-        ({"expert_limit": 7.0}, "expert_limit", EXPERTS),
-        ({"q_rank": 8}, "q_rank", LATENT),
-        ({"rope_head_dim": 8}, "rope_head_dim", LATENT | {"rope_head_dim": 8}),
         ({"value_head_dim": 16}, "value_head_dim", LATENT),
         (LATENT | {"num_kv_heads": 2}, "num_kv_heads", {"num_kv_heads": 6}),
         (LATENT | {"rope_pattern": "RN"}, "rope_pattern", {"rope_pattern": "R"}),

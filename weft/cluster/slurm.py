@@ -505,6 +505,8 @@ def _show_job(id: str) -> dict[str, str]:
             raise
     else:
         return dict(re.findall(r"(?:^|\s)(\w+)=(.*?)(?=\s[\w:/]+=|$)", text.splitlines()[0]))
+    if shutil.which("sacct") is None:  # a cluster without accounting may lack it
+        return {}
     try:
         text = _slurm("sacct", "-j", id, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList")
     except ToolError:  # there is no accounting

@@ -320,10 +320,7 @@ def set_grad_scaling(optimizer: Any, found_inf: Tensor, grad_scale: Tensor | Non
     # Under `parallel.cpu_offload` the host waits for the values here: torch's optimizers copy them
     # without a wait, and would read memory that is not written yet.
     device = optimizer.param_groups[0]["params"][0].device
-    found_inf = found_inf.to(device, torch.float32)
-    # On a CPU the host does not wait.  Without the flag, torch does not correct its step counts.
-    is_ordinary = device.type == "cpu" and not found_inf
-    optimizer.found_inf = None if is_ordinary else found_inf
+    optimizer.found_inf = found_inf.to(device, torch.float32)
     optimizer.grad_scale = None if grad_scale is None else grad_scale.to(device)
     return True
 
