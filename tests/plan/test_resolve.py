@@ -162,16 +162,22 @@ def test_run_dir_follows_the_keys_that_change_training() -> None:
         return resolve(changed, CPU, "demo", base).run_dir
 
     assert directory().endswith("/runs/demo")
-    same = directory(
-        ("run.nproc_per_node", "2"), ("train.steps", "5"), ("checkpoint.interval", "7")
-    )
-    assert same == directory()
+    for same in (
+        ("run.nproc_per_node", "2"),
+        ("train.steps", "5"),
+        ("checkpoint.interval", "7"),
+        ("activation_checkpoint.mode", "full"),
+        ("resilience.step_timeout", "99"),
+        ("data.cache_dir", "elsewhere"),
+    ):
+        assert directory(same) == directory(), same
     names = {
         directory(("optim.lr", "1e-4")),
         directory(("data.path", "x")),
         directory(("train.seed", "1")),
+        directory(("resilience.on_anomaly", "skip")),
     }
-    assert len(names | {directory()}) == 4
+    assert len(names | {directory()}) == 5
     assert directory(("optim.lr", "1e-4")) == directory(("optim.lr", "0.0001"))
     assert directory(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
 

@@ -21,13 +21,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# What a change of a key does to a run that resumes.
-#   free      it computes the same
-#   layout    it computes the same on other ranks, or in another order
-#   branch    it learns something else from then on, so it is another run by default
-#   fixed     it cannot continue: the weights or the order of the data depend on the key
-#   weights   neither, even before the first step: imported weights depend on the key
+# May a run that resumes change the key?  The sentences are part of the key's help.
 OnResume = Literal["free", "layout", "branch", "fixed", "weights"]
+ON_RESUME: dict[OnResume, str] = {
+    "free": "A run that resumes may change it, and computes the same.",
+    "layout": "A run that resumes may change it: it is a part of the layout.",
+    # So with another value it has another directory by default.
+    "branch": "A run that resumes may change it, and learns something else from then on.",
+    # Its weights or the order of its data depend on the key.
+    "fixed": "A run that resumes cannot change it after its first step.",
+    # Weights depend on the key that are imported before the first step.
+    "weights": "A run that resumes cannot change it.",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class KeyFacts:
     Attributes:
         needs: the condition under which the key has an effect; elsewhere a value other than the
             default causes a warning.  Empty: it always has.
-        on_resume: what a change of the key does to a run that resumes.
+        on_resume: whether a run that resumes may change the key.
         tries: values for random jobs, each with the condition that makes it valid; empty: the key
             is not drawn; None: values follow from the type.
         other_loss: runs with other values have losses of another meaning.
@@ -49,15 +54,6 @@ class KeyFacts:
     tries: Mapping[str, str] | None = None
     other_loss: bool = False
     same_speed: bool = False
-
-
-ON_RESUME = {
-    "free": "A run that resumes may change it, and computes the same.",
-    "layout": "A run that resumes may change it: it is a part of the layout.",
-    "branch": "A run that resumes may change it, and learns something else from then on.",
-    "fixed": "A run that resumes cannot change it after its first step.",
-    "weights": "A run that resumes cannot change it.",
-}
 
 
 class Section(BaseModel):

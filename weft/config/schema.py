@@ -225,7 +225,7 @@ class DataSection(Section):
     add_special_tokens: tuple[Text, ...] = key(
         (),
         "the same for special tokens, which only a chat template writes: <|im_start|>,<|im_end|>",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
         on_resume="weights",
     )
     start_token: Auto | bool = key(
@@ -239,36 +239,36 @@ class DataSection(Section):
         "auto",
         "Jinja file that formats a conversation, also at s3://; auto: chat_template.jinja or "
         "tokenizer_config.json beside the tokenizer",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
     )
     chat_template_args: dict[Text, Any] = key(
         {},
         "other variables of the chat template, also in weft generate and weft chat: "
         "enable_thinking=false",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
     )
     train_turns: Literal["all", "last"] = key(
         "all",
         "turns of the assistant that are trained. all: each; last: only the last one of a "
         "conversation",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
     )
     train_empty_reasoning: bool = key(
         True,
         "train the empty reasoning, such as <think></think>, that a template writes before an "
         "answer without one; false: it has no loss",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
     )
     fields: dict[Text, Text] = key(
         {},
         "names of the fields of conversations, where rows have others: messages=dialog, "
         "prompt=q,response=a, role=speaker,content=text; a.b: the field b of the object a",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
     )
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = key(
         {},
         "roles of messages, where rows have others than ShareGPT's: client=user,agent=assistant",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
     )
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=MOST)] = key(
         4096,
@@ -307,7 +307,7 @@ class DataSection(Section):
         "error",
         "action on a conversation longer than train.seq_len. error: stop; skip: drop it; "
         "truncate: cut its end",
-        needs="data.format!=text",
+        needs="data.format=chat|preferences|unpaired",
         on_resume="fixed",
     )
     invalid_utf8: Literal["error", "replace", "skip"] = key(
@@ -1023,7 +1023,9 @@ class ActivationCheckpointSection(Section):
         "recompute cheap operators; budget: fit a memory budget",
     )
     every_n_layers: Positive = key(
-        1, "checkpoint every n-th block only", needs="activation_checkpoint.mode!=none"
+        1,
+        "checkpoint every n-th block only",
+        needs="activation_checkpoint.mode=full|selective|budget",
     )
     recompute_every_n_matmuls: NonNegative = key(
         2,
@@ -1187,19 +1189,19 @@ class ResilienceSection(Section):
     max_anomalies: Positive = key(
         10,
         "skipped steps in a row, or rewinds to one checkpoint, before the run stops",
-        needs="resilience.on_anomaly!=stop",
+        needs="resilience.on_anomaly=skip|rewind",
         on_resume="branch",
     )
     spike_threshold: Annotated[float, Field(gt=0)] = key(
         10.0,
         "robust standard deviations above the median that count as a spike",
-        needs="resilience.on_anomaly!=stop",
+        needs="resilience.on_anomaly=skip|rewind",
         on_resume="branch",
     )
     spike_window: Annotated[int, Field(ge=4, le=10_000)] = key(
         128,
         "accepted steps that define the median; spikes are detected once half are there",
-        needs="resilience.on_anomaly!=stop",
+        needs="resilience.on_anomaly=skip|rewind",
         on_resume="branch",
     )
     replica_check: NonNegative = key(

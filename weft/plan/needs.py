@@ -244,7 +244,7 @@ FACTS = {
     "overlaps_exchanges": Fact(
         lambda plan: plan.can_overlap_exchanges,
         "only DualPipeV (pipeline.schedule) pairs passes that could overlap the exchange of "
-        "experts (parallel.ep above 1), by parallel.ep_dispatch=alltoall or padded",
+        "tokens (parallel.ep above 1), by parallel.ep_dispatch=alltoall or padded",
         "pipeline.schedule=DualPipeV and parallel.pp>1 and parallel.ep>1",
     ),
 }
@@ -318,8 +318,10 @@ def list_settings(term: Term, plan: Plan | None = None) -> list[Term]:
         parts = parse_condition(fact.settings)
         return [each for part in parts for each in list_settings(part, plan)]
     settings, tries = [term], key_facts(term.name).tries or {}
+    value = term.values[0]
+    if term.sign == ">":
+        value = next(filter(term.holds, tries), value)
     if term.sign != "!=":
-        value = next((text for text in (*tries, *term.values) if term.holds(text)), "")
         for part in parse_condition(tries.get(value, "")):
             settings += [part] if part.sign else list_settings(part, plan)
     return settings
