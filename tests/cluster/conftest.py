@@ -229,6 +229,8 @@ def run_weft_in_child(
         os.mkfifo(out)
         threading.Thread(target=read_one_line, args=(out,), daemon=True).start()
     status = _call_main(words, out, Path(output_path, "2"), environment, Path(output_path, "pid"))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the command has ended: they come too late
+        signal.signal(number, signal.SIG_IGN)
     deadline = time.monotonic() + 10
     while remaining := processes_in(Path.cwd()).keys() - known_pids:
         assert time.monotonic() < deadline, f"left behind: {remaining}"

@@ -152,6 +152,9 @@ def test_units_of_workers_that_ended_are_done_by_another(cache: Path) -> None:
 
         def send() -> None:
             time.sleep(1.5 * FAST["EXPIRY_SECONDS"])  # workers that live keep their units
+            end = time.monotonic() + 60
+            while calls.total() < 27 and time.monotonic() < end:
+                time.sleep(0.1)
             kept.append(lost.isdisjoint(calls) and calls.total() == 27)
             for worker, number in zip(workers, signals, strict=True):
                 os.kill(worker.pid, number)

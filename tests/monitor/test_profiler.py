@@ -92,9 +92,10 @@ def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: P
     run(tmp_path, store_path, 4, ("profile.steps", "2"), change, *layout)
     of = [rank_summary["seconds"] for rank_summary in summary_of(tmp_path, "2-2")["ranks"]]
     assert of[3]["data"] >= 1.0
-    assert of[2]["dp_shard"] > 0.6
-    assert of[1]["dp_replicate"] > 0.6
-    assert max(of[1]["dp_shard"], of[2]["dp_replicate"], of[0]["data"]) < 0.5
+    # A busy machine adds waits everywhere; the second of late data stands out.
+    assert of[2]["dp_shard"] > of[2]["dp_replicate"] + 0.5
+    assert of[1]["dp_replicate"] > of[1]["dp_shard"] + 0.5
+    assert of[3]["data"] > of[0]["data"] + 0.5
     text = (tmp_path / "traces/step-2-2/summary.txt").read_text()
     assert "exposed dp_replicate" in text
 
