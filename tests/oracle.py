@@ -815,8 +815,10 @@ class _Comparison:
             set_learning_rate(self.built.optimizer, lr)
             scale = clip_scale(norm, self.job.optim.max_grad_norm)
             masked_step(self.built.optimizer, torch.tensor(False), scale)
-            engine.balance.reduce_loads()
-            engine.balance.step(torch.tensor(False))
+            for hook in engine.hooks:
+                hook.reduce()
+            for hook in engine.hooks:
+                hook.update(torch.tensor(False))
             yield from self._update(step, local, norm.item())
             yield from self._balance(step, rows)
         yield from self._evaluation()

@@ -603,5 +603,6 @@ def count_step(plan: Plan, capability: tuple[int, int] | None = None) -> Step:
             is_bad = ~result.loss_and_norm.isfinite().all()
             scale = clip_scale(result.grad_norm, plan.job.optim.max_grad_norm)
             masked_step(built.optimizer, is_bad, scale)
-            built.train_step.balance.step(is_bad)
+            for hook in built.train_step.hooks:
+                hook.update(is_bad)
     return counter.step

@@ -40,7 +40,7 @@ ATTENTION = (
     "parallel/block_attention.py",
     "parallel/collectives.py",
 )
-LOGITS = ("models/attention.py", "optim/qk_clip.py", "train/loop.py", "train/setup.py")
+LOGITS = ("models/attention.py", "optim/qk_clip.py", "train/loop.py", "train/step_hooks.py")
 EXPERTS = (
     "models/moe.py",
     "parallel/expert_parallel.py",
@@ -448,7 +448,7 @@ FAULTS: list[Fault] = [
         "lost scale",
         "tensor-parallel ranks add router losses together",
         "optim/balance.py",
-        "1 / (self._num_sequences * num_copies)",
+        "1 / (self._num_sequences * self._num_copies)",
         "1 / self._num_sequences",
         EXPERTS,
     ),
@@ -519,9 +519,9 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "router losses count for each rank of tp that has other tokens",
-        "train/step.py",
-        "self.balance.reset(num_sequences, self.plan.etp)",
-        "self.balance.reset(num_sequences, self.plan.tp)",
+        "train/step_hooks.py",
+        "device, by_layer, plan.etp)",
+        "device, by_layer, plan.tp)",
         EXPERTS,
     ),
     Fault(
@@ -1823,25 +1823,25 @@ FAULTS: list[Fault] = [
     Fault(
         "multi-token prediction",
         "the weight is that of each layer, not of their mean",
-        "train/step.py",
-        "self.plan.job.train.mtp_weight / self._num_later",
-        "self.plan.job.train.mtp_weight",
+        "train/multi_token.py",
+        "weight / num_layers",
+        "weight",
         LOSS,
     ),
     Fault(
         "multi-token prediction",
         "all losses are divided by the targets of the next token",
-        "train/step.py",
-        "weight * divisors[0] / divisors[1:]",
-        "weight * self._ones[1:]",
+        "train/multi_token.py",
+        "self._weight * divisors[0] / divisors[1:]",
+        "self._weight * torch.ones_like(divisors[1:])",
         LOSS,
     ),
     Fault(
         "multi-token prediction",
         "the logged loss is that of all layers",
-        "train/step.py",
-        "total = main + (total - total.detach())",
-        "total = total + 0 * main",
+        "train/multi_token.py",
+        "main + (total - total.detach())",
+        "total + 0 * main",
         LOSS,
     ),
     Fault(
@@ -1977,8 +1977,8 @@ FAULTS: list[Fault] = [
         "attention logits",
         "the loop does not scale weights",
         "train/loop.py",
-        "run.built.qk_clip.step(is_bad)",
-        "run.built.qk_clip.max_logits()",
+        "hook.update(is_bad)",
+        "hook.measure()",
         LOGITS,
     ),
     # ---------------------------------------------------------------- the step
@@ -2833,8 +2833,8 @@ FAULTS: list[Fault] = [
         "recomputation",
         "what was recorded before an overflow counts",
         "train/step.py",
-        "for restart in self.on_restart:",
-        "for restart in self.on_restart[:0]:",
+        "            hook.begin_passes(num_sequences)",
+        "            if not is_repeated:\n                hook.begin_passes(num_sequences)",
         EXPERTS,
     ),
     Fault(
@@ -2968,7 +2968,7 @@ FAULTS: list[Fault] = [
     Fault(
         "experts",
         "a frozen router's bias moves",
-        "train/step.py",
+        "train/step_hooks.py",
         "rate = 0.0 if plan.lora_rank else getattr(",
         "rate = getattr(",
         (*ADAPTERS, *EXPERTS),

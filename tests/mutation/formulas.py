@@ -1721,8 +1721,9 @@ def _step(job: Job, plan: Plan, built: Built, number: int) -> float:
     norm, _ = compute_grad_norm(params, stages)
     set_learning_rate(built.optimizer, 0.01)
     masked_step(built.optimizer, torch.tensor(False), clip_scale(norm, 1.0))
-    built.train_step.balance.reduce_loads()
-    built.train_step.balance.step()
+    for hook in built.train_step.hooks:
+        hook.reduce()
+        hook.update(torch.tensor(False))
     built.optimizer.zero_grad()
     return loss.item()
 

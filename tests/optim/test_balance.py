@@ -54,19 +54,20 @@ def model(
 
 
 ONE = torch.tensor(1.0)
+APPLIED = torch.tensor(False)
 TOKENS = torch.arange(64).view(2, 32)
 
 
 def test_balance_biases_move_against_the_error_by_the_rate() -> None:
     created, balance = model()
     created(TOKENS)
-    loads_LE, _ = balance.reduce_loads()
+    loads_LE, _ = balance.reduce()
     assert loads_LE.sum(1).tolist() == [128, 128]  # 64 tokens, two experts each
-    balance.step()
+    balance.update(APPLIED)
     for loads_E, layer in zip(loads_LE, moe_layers(created), strict=True):
         wanted_E = 0.01 * (16 - loads_E).sign()
         torch.testing.assert_close(layer.router.expert_bias, wanted_E.float())
-    worst = balance.layer_metrics()[:, 0].max().item()
+    worst = balance.measure()[:, 0].max().item()
     assert worst == pytest.approx(loads_LE.max().item() / 16)
     assert balance.layers == ["layers.1", "layers.2"]
 
@@ -74,15 +75,15 @@ def test_balance_biases_move_against_the_error_by_the_rate() -> None:
 def test_balance_loads_of_a_step_are_those_of_the_next_global_loss() -> None:
     created, balance = model(scope="global")
     created(TOKENS)
-    loads_LE, _ = balance.reduce_loads()
-    balance.step(torch.tensor(False))
+    loads_LE, _ = balance.reduce()
+    balance.update(torch.tensor(False))
     for loads_E, layer in zip(loads_LE, moe_layers(created), strict=True):
         torch.testing.assert_close(1 + layer.router.excess_load, loads_E / 16)
     before = [layer.router.excess_load.clone() for layer in moe_layers(created)]
     loads_LE.fill_(1)
-    balance.step(torch.tensor(True))
+    balance.update(torch.tensor(True))
     assert all(map(torch.equal, before, [r.router.excess_load for r in moe_layers(created)]))
-    balance.step()
+    balance.update(APPLIED)
     assert not any(layer.router.excess_load.any() for layer in moe_layers(created))
     created.to(torch.bfloat16)
     assert all(layer.router.excess_load.dtype == torch.float32 for layer in moe_layers(created))
@@ -91,7 +92,7 @@ def test_balance_loads_of_a_step_are_those_of_the_next_global_loss() -> None:
 def test_balance_bad_step_moves_nothing() -> None:
     created, balance = model()
     created(TOKENS)
-    balance.step(torch.tensor(True))
+    balance.update(torch.tensor(True))
     assert not any(layer.router.expert_bias.any() for layer in moe_layers(created))
 
 
@@ -100,13 +101,13 @@ def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
     created, balance = model()
     with torch.no_grad():
         created(TOKENS)
-    assert balance.reduce_loads()[0].sum() == 0
+    assert balance.reduce()[0].sum() == 0
     layer = moe_layers(created)[0]
     x = torch.randn(1, 10, 16, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert balance.reduce_loads()[0].sum(1).tolist() == [20, 0]
-    balance.reset(ONE, 1)
-    assert balance.reduce_loads()[0].sum() == 0
+    assert balance.reduce()[0].sum(1).tolist() == [20, 0]
+    balance.begin_passes(ONE)
+    assert balance.reduce()[0].sum() == 0
 
 
 def test_balance_experts_become_balanced() -> None:
@@ -119,17 +120,17 @@ def test_balance_experts_become_balanced() -> None:
             layer.router.weight[:2] += 0.1
     worst = []
     for _ in range(300):
-        balance.reset(ONE, 1)
+        balance.begin_passes(ONE)
         for layer in layers:
             layer(x_ND.unsqueeze(0))
-        worst.append(balance.layer_metrics()[:, 0].max().item())
-        balance.step()
+        worst.append(balance.measure()[:, 0].max().item())
+        balance.update(APPLIED)
     assert worst[0] > 2
     assert worst[-1] < 1.3
 
 
 def test_balance_without_experts_does_nothing() -> None:
     balance = ExpertBalancer([torch.nn.Linear(2, 2)], None, 0.0, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
-    balance.reset(ONE, 1)
-    balance.step()
-    assert balance.reduce_loads() == balance.layer_metrics().tolist() == []
+    balance.begin_passes(ONE)
+    balance.update(APPLIED)
+    assert balance.reduce() == balance.measure().tolist() == []

@@ -32,6 +32,7 @@ from weft.models.attention import AttentionOptions, attend, document_mask
 from weft.optim import qk_clip
 from weft.optim.qk_clip import LogitRecorder, QKClip, flex_products
 from weft.parallel.dtensor import shard_offsets, to_local
+from weft.parallel.step_hook import find_hook
 from weft.train.setup import Built, build
 
 # --------------------------------------------------------------------------- the maximum
@@ -188,10 +189,17 @@ def built_with_batches(overrides: Overrides, store: str) -> tuple[Built, list[An
     return built, loader.get_microbatches(0)
 
 
+def qk_clip_of(built: Built) -> QKClip:
+    """Return the hook of a rank."""
+    clip = find_hook(built.train_step.hooks, QKClip)
+    assert clip is not None
+    return clip
+
+
 def clip_step(overrides: Overrides, store: str) -> dict[str, Any]:
     """Return what QK-clip changes after a global batch, without an optimizer."""
     built, batches = built_with_batches(overrides, store)
-    clip: QKClip = built.qk_clip
+    clip = qk_clip_of(built)
     before = full_params(built)
     built.train_step.evaluate(batches)
     assert clip._local.eq(-math.inf).all()
@@ -203,10 +211,10 @@ def clip_step(overrides: Overrides, store: str) -> dict[str, Any]:
     dist.all_reduce(loss)
     clip.reduce()
     logits_LH = clip.logits_LH.clone()
-    clip.step(torch.tensor(True))
+    clip.update(torch.tensor(True))
     unchanged = full_params(built)
     assert [n for n, value in before.items() if not torch.equal(unchanged[n], value)] == []
-    clip.step(torch.tensor(False))
+    clip.update(torch.tensor(False))
     changes = {name: value - before[name] for name, value in full_params(built).items()}
     changed = {name: change for name, change in changes.items() if change.any()}
     # The same step again: the clipped weights have smaller logits.
@@ -254,12 +262,13 @@ def scaled_by_formula(
 def check_formula(overrides: Overrides, store: str) -> None:
     """Compare the weights of a layout with the formula, given its logits."""
     built, batches = built_with_batches(overrides, store)
-    before, clip = full_params(built), built.qk_clip
+    before, clip = full_params(built), qk_clip_of(built)
     built.train_step.forward_backward(
         [each._replace(tokens_BT=each.tokens_BT * 0) for each in batches]
     )
     clip.reduce()  # this step is skipped
-    clip.step(torch.tensor(True))
+    clip.update(torch.tensor(True))
+    clip.begin_passes(torch.tensor(1))
     clip.reduce()
     assert clip.logits_LH.eq(-math.inf).all()
     built.train_step.forward_backward(batches)
@@ -267,7 +276,7 @@ def check_formula(overrides: Overrides, store: str) -> None:
     assert clip.logits_LH.isfinite().all()
     logits = dict(zip(clip.layers, clip.logits_LH, strict=True))
     threshold = built.plan.job.optim.qk_clip_threshold
-    clip.step(torch.tensor(False))
+    clip.update(torch.tensor(False))
     expected = scaled_by_formula(before, logits, built.plan.model, threshold)
     for name, value in full_params(built).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=0, msg=name)
@@ -302,14 +311,14 @@ def expected_change(overrides: Overrides, store: str) -> tuple[Any, ...]:
         documents[:] = [torch.zeros_like(batch.tokens_BT) if ids is None else ids]
         built.train_step.forward_backward([batch])
     expected = scaled_by_formula(before, found, config, tau)
-    clip = built.qk_clip
+    clip = qk_clip_of(built)
     clip.reduce()
-    clip.step()
+    clip.update(torch.tensor(False))
     logits_LH, actual, first = clip.logits_LH.clone(), full_params(built), dict(found)
     built.train_step.forward_backward(batches)
     clip.reduce()
-    assert clip.max_logits()[0].item() == pytest.approx(tau, rel=1e-5)
-    clip.logits_LH.copy_(logits_LH)
+    assert clip.measure()[0].item() == pytest.approx(tau, rel=1e-5)
+    clip._max_RLH = (logits_LH / clip._scale).unsqueeze(0)
     return first, clip, expected, actual, before, tau
 
 
@@ -433,20 +442,15 @@ def reduce_over_replicas(store: str) -> tuple[list[float], list[float]]:
     """Return the largest logit of each layer here, and over two replica groups."""
     built, batches = built_with_batches(GROUPED, store)
     built.train_step.forward_backward(batches)
-    local = built.qk_clip._local.clone()
-    built.qk_clip.reduce()
-    alone = built.qk_clip.max_logits().tolist()
-    built.qk_clip._local.copy_(local)
-
-    def add_group(tensors: list[Tensor]) -> None:
-        (slots_RLH,) = tensors
-        assert slots_RLH.shape[0] == 2
-        assert slots_RLH[0].eq(0).all()
-        slots_RLH[0] = slots_RLH[1] - 1.0
-        slots_RLH[0, 1, 2] = 1000.0
-
-    built.qk_clip.reduce(add_group, 1, 2)
-    return alone, built.qk_clip.max_logits().tolist()
+    clip = qk_clip_of(built)
+    clip.reduce()
+    alone = clip.measure().tolist()
+    (slots_RLH,) = clip.reduce(1, 2)
+    assert slots_RLH.shape[0] == 2
+    assert slots_RLH[0].eq(0).all()
+    slots_RLH[0] = slots_RLH[1] - 1.0  # what the other group has in its slot
+    slots_RLH[0, 1, 2] = 1000.0
+    return alone, clip.measure().tolist()
 
 
 def test_replica_groups_share_the_maximum(store_path: Path) -> None:

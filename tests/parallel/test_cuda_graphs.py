@@ -19,6 +19,8 @@ from tests.small import Overrides, newest_state, train_rank
 from weft.parallel import cuda_graphs
 from weft.parallel.cuda_graphs import WARMUP_STEPS, MicrobatchGraphs
 from weft.parallel.dtensor import to_local
+from weft.parallel.expert_dispatch import Overflow
+from weft.parallel.step_hook import find_hook
 from weft.train import loop
 
 GRAPHS = ("compile.cuda_graphs", "true")
@@ -57,7 +59,7 @@ def train_steps(
         update(run, step, result, *args)
         for name, param in model.named_parameters():
             results[f"{name} after step {step}"] = to_local(param.detach()).clone()
-        if (overflow := run.built.train_step.overflow) is not None:
+        if (overflow := find_hook(run.built.train_step.hooks, Overflow)) is not None:
             results["overflows"] = torch.tensor(overflow._num_steps)
 
     loop.optimizer_step = record

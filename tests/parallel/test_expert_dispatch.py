@@ -26,6 +26,7 @@ from weft.estimate.private_trace import fake_process_group
 from weft.models import layers
 from weft.models.decoder_config import DecoderConfig
 from weft.models.moe import Experts, Routing, sort_by_expert
+from weft.optim.qk_clip import QKClip
 from weft.parallel import expert_dispatch
 from weft.parallel.dispatchers import find_overflow
 from weft.parallel.expert_dispatch import (
@@ -35,6 +36,7 @@ from weft.parallel.expert_dispatch import (
     apply_in_chunks,
     row_capacity,
 )
+from weft.parallel.step_hook import find_hook
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.plan import Machine, Plan
 from weft.plan.resolve import resolve
@@ -116,15 +118,16 @@ def overflow_layout(text: str) -> str:
 def gradients_after_overflow(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     """Return the results of `many_gradients`; each layout must overflow."""
     found: list[bool] = []
-    occurred = Overflow.occurred
+    end_passes = Overflow.end_passes
 
     def record(self: Overflow) -> bool:
-        found.append(occurred(self))
+        found.append(end_passes(self))
         return found[-1]
 
-    with patch.object(Overflow, "occurred", record):
+    with patch.object(Overflow, "end_passes", record):
         results = many_gradients(jobs, store)
-    assert found == [True] * len(jobs) * (dist.get_world_size() > 1)
+    # Each step is computed twice: the second time with exact sizes.
+    assert found == [True, False] * len(jobs) * (dist.get_world_size() > 1)
     return results
 
 
@@ -186,10 +189,14 @@ def count_passes(jobs: Sequence[Overrides], store: str) -> list[tuple[dict[str, 
         passes: list[None] = []
 
         def compute(
-            self: TrainStep, *args: Any, real: Any = TrainStep._compute_gradients, p: Any = passes
+            self: TrainStep,
+            *args: Any,
+            real: Any = TrainStep._compute_gradients,
+            p: Any = passes,
+            **named: Any,
         ) -> Any:
             p.append(None)
-            return real(self, *args)
+            return real(self, *args, **named)
 
         with patch.object(TrainStep, "_compute_gradients", compute):
             results.append((step_results(list(job), store), len(passes)))
@@ -232,11 +239,14 @@ def records_of_a_step(job: Overrides, store: str) -> tuple[int, Tensor, dict[str
     stats = open_layer_stats(built)
     with stats.record_forward(1, [len(batch.tokens_BT) for batch in batches]):
         built.train_step.forward_backward(batches)
-    built.qk_clip.reduce()
-    overflow = built.train_step.overflow
+    hooks = built.train_step.hooks
+    for hook in hooks:
+        hook.reduce()
+    overflow, clip = find_hook(hooks, Overflow), find_hook(hooks, QKClip)
+    assert clip is not None
     count = overflow.take_count() if overflow is not None else 0
     sums = {f"{kind} {name}": entries for (kind, name), entries in stats._sums.items()}
-    return count, built.qk_clip.logits_LH, sums
+    return count, clip.logits_LH, sums
 
 
 def records_of_steps(jobs: Sequence[Overrides], store: str) -> list[Any]:

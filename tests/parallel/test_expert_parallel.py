@@ -31,8 +31,10 @@ from weft.checkpoint.fingerprint import ReplicaMismatch, compare_replicas
 from weft.checkpoint.state_dict import persistent_buffers, trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
+from weft.optim.balance import ExpertBalancer
 from weft.parallel.data_parallel import _choose_shard_dim
 from weft.parallel.dtensor import to_local
+from weft.parallel.step_hook import find_hook
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.setup import build
@@ -148,7 +150,9 @@ def step_results(overrides: Overrides, store: str) -> dict[str, torch.Tensor]:
     step.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
     params = dict(trainable_parameters(built.model_parts))
     grads = {n: to_local(p.grad) for n, p in params.items() if p.grad is not None}
-    return grads | {str(i): sums for i, sums in enumerate(step.balance.reduce_loads())}
+    balance = find_hook(step.hooks, ExpertBalancer)
+    assert balance is not None
+    return grads | {str(i): sums for i, sums in enumerate(balance.reduce())}
 
 
 def compiled_differences(jobs: list[Overrides], store: str, cache: str) -> list[tuple[float, str]]:

@@ -34,7 +34,8 @@ from weft.models import load_family
 from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
 from weft.parallel import apply
-from weft.parallel.float8 import apply_float8, get_converter
+from weft.parallel.float8 import Float8AllGather, apply_float8, get_converter
+from weft.parallel.step_hook import find_hook
 from weft.plan.matrices import find_float8_matrices
 from weft.plan.plan import Plan
 from weft.train.setup import build
@@ -455,7 +456,7 @@ def check_scales(overrides: Overrides, store: str, count: int) -> None:
     engine: Any = built.train_step
 
     def check() -> None:
-        by_group = engine._float8_gather._shards
+        by_group = find_hook(engine.hooks, Float8AllGather)._shards
         shards = {id(shard.local): shard for group in by_group for shard in by_group[group]}
         assert len(shards) == count
         for name, param in params.items():

@@ -22,10 +22,12 @@ from weft.models import FAMILIES
 from weft.models.family import Init
 from weft.models.layers import grouped_linear
 from weft.models.moe import ExpertLinear, moe_layers
+from weft.optim.balance import ExpertBalancer
 from weft.parallel.lora import ADAPTER_INIT, apply_lora
 from weft.parallel.lora_dropout import apply_lora_dropout, is_kept
 from weft.parallel.lora_layers import LoraExpertLinear, LoraLayer
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix, quantized_linear
+from weft.parallel.step_hook import find_hook
 from weft.plan.lora_plan import is_target, lora_scaling, training_cost
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
@@ -448,9 +450,10 @@ def _bias_after_a_step(overrides: Overrides) -> None:
     routers = [layer.router for layer in moe_layers(built.model_parts[0])]
     for router in routers:
         router.expert_bias.fill_(0.25)
-    balance = built.train_step.balance
+    balance = find_hook(built.train_step.hooks, ExpertBalancer)
+    assert balance is not None
     balance.loads_LE[:, 0] = 7
-    balance.step()
+    balance.update(torch.tensor(False))
     assert all(router.expert_bias.eq(0.25).all() for router in routers)
 
 

@@ -33,7 +33,9 @@ from tests.small import (
 )
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
+from weft.optim.balance import ExpertBalancer
 from weft.optim.optimizer import clip_scale, masked_step
+from weft.parallel.step_hook import find_hook
 from weft.plan.plan import Machine
 from weft.plan.resolve import resolve
 from weft.train.setup import build
@@ -146,8 +148,10 @@ def router_sums(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
         built = build(plan, this_rank())
         step = built.train_step
         step.forward_backward(loader_of(job, plan, store, built.mesh).get_microbatches(0))
-        loads, _ = step.balance.reduce_loads()
-        results.append({"loads": loads.clone(), "metrics": step.balance.layer_metrics()})
+        balance = find_hook(step.hooks, ExpertBalancer)
+        assert balance is not None
+        loads, _ = balance.reduce()
+        results.append({"loads": loads.clone(), "metrics": balance.measure()})
     return results
 
 

@@ -292,6 +292,14 @@ class Batch(NamedTuple):
         """Return the batch with ``function`` applied to each tensor."""
         return Batch._make(tensor if tensor is None else function(tensor) for tensor in self)
 
+    def map_tokens(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Apply ``function`` to the tensors with a value of each token, except documents."""
+        names = ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "later_BTK")
+        columns = {name: getattr(self, name) for name in (*names, "token_ids_BT", "lengths_BT")}
+        return self._replace(
+            **{name: function(column) for name, column in columns.items() if column is not None}
+        )
+
     def remove_targets(self, sequences: slice) -> None:
         """Replace the targets of sequences by IGNORE_INDEX."""
         self.targets_BT[sequences] = IGNORE_INDEX

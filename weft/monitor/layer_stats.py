@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from weft.config.schema import steps_of
 from weft.monitor.jsonl import JsonlFile
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
+from weft.parallel.step_hook import StepHook
 from weft.parallel.tied_parameters import is_second_copy
 
 # In the order of a step.
@@ -164,7 +165,7 @@ def compute_sums(tensor: Tensor) -> TensorSums:
     return tensor.numel(), torch.stack((total, squares, max_abs.double(), nonfinite.double()))
 
 
-class LayerStats:
+class LayerStats(StepHook):
     """Statistics of the chosen steps on a rank; every rank makes the same calls.
 
     Args:
@@ -224,12 +225,11 @@ class LayerStats:
 
         ``batch_sizes``: see `hook_forward`.
         """
-        self.restart()
         if not self.is_active(step):
             return nullcontext()
         return hook_forward(self.layers, batch_sizes, self._record_activation, self._calls)
 
-    def restart(self) -> None:
+    def begin_passes(self, num_sequences: Tensor) -> None:
         """Forget what was recorded of a step, which is computed again."""
         self._sums.clear()
         self._calls.clear()

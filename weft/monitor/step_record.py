@@ -244,25 +244,3 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _flatten(f"{name}/{key}", nested)
     elif value is not None:
         yield name, value
-
-
-def router_fields(layers: Sequence[str], values: Sequence[float], by_layer: bool) -> dict[str, Any]:
-    """Return the fields of a `StepRecord` about routers.
-
-    Args:
-        layers: names of the layers with experts.
-        values: `ROUTER_METRICS` of each layer; zeros if only loads are known.
-        by_layer: True if each layer is recorded.
-    """
-    if not values:
-        return {}
-    columns = {name: values[i :: len(ROUTER_METRICS)] for i, name in enumerate(ROUTER_METRICS)}
-    losses = {k: statistics.mean(v) for k, v in columns.items() if k.endswith("_loss") and any(v)}
-    layer_metrics = {
-        f"{name}/{layer}": value
-        for name, column in columns.items()
-        for layer, value in zip(layers, column, strict=True)
-        if by_layer
-    }
-    max_load = max(columns["moe_max_load"])
-    return {"moe_max_load": max_load, "router_metrics": (losses | layer_metrics) or None}

@@ -10,6 +10,7 @@ Shapes: L layers with experts on this rank, E experts, M sums of `weft.models.mo
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -19,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.models.moe import RouterStep
+from weft.monitor.step_record import ROUTER_METRICS
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import add_in_forward
+from weft.parallel.step_hook import StepHook
 
-NUM_METRICS = 5  # of each layer: see `ExpertBalancer.layer_metrics`
 
-
-class ExpertBalancer:
+class ExpertBalancer(StepHook):
     """Loads of the experts on this rank's model parts, and their biases.
 
     Attributes:
@@ -41,6 +42,7 @@ class ExpertBalancer:
         mesh: Mesh,
         device: torch.device,
         measures: bool = False,
+        num_copies: int = 1,
     ) -> None:
         """Give every router its counters; a collective over pipeline stages.
 
@@ -50,9 +52,11 @@ class ExpertBalancer:
             rate: update of a bias per step.
             mesh: mesh over which counts are summed.
             device: device of the counts.
-            measures: compute the metrics of routers, also if they have no losses.
+            measures: compute the metrics of routers and record each layer's, also if routers have
+                no losses.
+            num_copies: ranks that route the same tokens, whose gradients are summed.
         """
-        self._rate, self._mesh = rate, mesh
+        self._rate, self._mesh, self._num_copies = rate, mesh, num_copies
         layers = [layer for part in model_parts for layer in moe_layers(part)] if moe_layers else []
         names = {m: name for part in model_parts for name, m in part.named_modules()}
         local_names = [names[layer].rpartition(".")[0] for layer in layers]
@@ -68,28 +72,24 @@ class ExpertBalancer:
         self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
         experts = self._routers[0].expert_bias.numel() if layers else 0
         self.loads_LE = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
-        self._sums_LM = torch.zeros(len(layers), NUM_METRICS - 1, device=device)
+        self._sums_LM = torch.zeros(len(layers), len(ROUTER_METRICS) - 1, device=device)
+        self._by_layer = measures
         self._has_sums = measures or any(router.has_losses for router in self._routers)
         self._num_sequences, self._loss_scale = torch.ones(2, device=device)
         for i, router in enumerate(self._routers):
             sums_M = self._sums_LM[i] if self._has_sums else None
             router.step = RouterStep(self.loads_LE[i], sums_M, self._loss_scale, add_in_forward)
 
-    def reset(self, num_sequences: Tensor, num_copies: int) -> None:
-        """Begin a global batch.
-
-        Args:
-            num_sequences: of the global batch, a scalar.
-            num_copies: ranks that route the same tokens, whose gradients are summed.
-        """
+    def begin_passes(self, num_sequences: Tensor) -> None:
+        """Begin a global batch, or begin it again."""
         if not self._routers:
             return
         self.loads_LE.zero_()
         self._sums_LM.zero_()
         self._num_sequences.copy_(num_sequences.clamp(min=1))
-        self._loss_scale.copy_(1 / (self._num_sequences * num_copies))
+        self._loss_scale.copy_(1 / (self._num_sequences * self._num_copies))
 
-    def reduce_loads(self) -> list[Tensor]:
+    def reduce(self, replica: int = 0, num_replicas: int = 1) -> list[Tensor]:
         """Sum the loads over all ranks in place; return them, and further sums, if any."""
         if not self._routers:
             return []
@@ -98,32 +98,25 @@ class ExpertBalancer:
         return [self._mesh.all_reduce_dp_cp(each, *axes) for each in sums]
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> None:
-        """Move every bias, and note the loads.
-
-        Change nothing if ``skip``, a bool on the device, is true.
-        """
+    def update(self, skip: Tensor) -> None:
+        """Move every bias, and note the loads."""
         if not self._routers:
             return
         loads_LE = self.loads_LE.double()
         excess_LE = loads_LE / loads_LE.mean(1, keepdim=True).clamp(min=1e-9) - 1
-        moves_LE = (-self._rate * excess_LE.sign()).float()
-        if skip is not None:
-            moves_LE = moves_LE.masked_fill(skip, 0.0)
+        moves_LE = (-self._rate * excess_LE.sign()).float().masked_fill(skip, 0.0)
         torch._foreach_add_([router.expert_bias for router in self._routers], list(moves_LE))
         for router, new_E in zip(self._routers, excess_LE.float(), strict=True):
             if router.config.router_aux_loss_scope == "global":
-                kept_E = new_E if skip is None else new_E.where(~skip, router.excess_load)
-                router.excess_load.copy_(kept_E)
+                router.excess_load.copy_(new_E.where(~skip, router.excess_load))
 
-    def layer_metrics(self) -> Tensor:
-        """Return metrics of each of ``layers``; a collective over pipeline stages.
+    def measure(self) -> Tensor:
+        """Return `ROUTER_METRICS` of each layer; a collective over pipeline stages.
 
         Returns:
-            Float32 (layers, 5) on the device: the maximum of the loads over their mean, and the
-            means of `RouterStep.sums_M` over the global batch, or zeros.
+            Float32 (layers, 5) on the device; zeros if only loads are known.
         """
-        shape = len(self.layers), NUM_METRICS
+        shape = len(self.layers), len(ROUTER_METRICS)
         table = torch.zeros(shape, device=self.loads_LE.device)
         if self._routers:
             loads_LE = self.loads_LE.float()
@@ -133,3 +126,22 @@ class ExpertBalancer:
         if self._pp_group is not None:
             dist.all_reduce(table, group=self._pp_group)
         return table
+
+    def fields(self, values: Sequence[float]) -> dict[str, Any]:
+        """Return the worst load and the mean losses; if asked for, metrics of each layer."""
+        if not values:
+            return {}
+        columns = {name: values[i :: len(ROUTER_METRICS)] for i, name in enumerate(ROUTER_METRICS)}
+        losses = {
+            name: statistics.mean(column)
+            for name, column in columns.items()
+            if name.endswith("_loss") and any(column)
+        }
+        layer_metrics = {
+            f"{name}/{layer}": value
+            for name, column in columns.items()
+            for layer, value in zip(self.layers, column, strict=True)
+            if self._by_layer
+        }
+        max_load = max(columns["moe_max_load"])
+        return {"moe_max_load": max_load, "router_metrics": (losses | layer_metrics) or None}

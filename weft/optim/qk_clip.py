@@ -32,7 +32,7 @@ monotonic, so they are applied to the maximum.
 *Reducing.*  Each rank has a table of all layers and heads, -inf where it computes none.  One
 all-reduce per step takes the maximum over all ranks: then all of them scale their shards by the
 same factors, wherever FSDP cuts a head.  Replica groups can only sum, so each writes into its own
-slot.
+slot, and then takes the maximum.
 
 Shapes in names: B sequences, T tokens, Q queries, S keys, H query heads, G key heads, K head
 dimension, L layers with attention of the full model.
@@ -41,7 +41,7 @@ dimension, L layers with attention of the full model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ from weft.parallel.block_attention import AttentionBlock
 from weft.parallel.dtensor import shard_bounds, to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import is_in_backward
+from weft.parallel.step_hook import StepHook
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import query_heads
 
@@ -283,16 +284,11 @@ def find_rows(
     return ScaledRows(local, index.to(local.device), exponent.to(local.device))
 
 
-class QKClip:
+class QKClip(StepHook):
     """The largest attention logits of a step, and the weights that they scale.
-
-    Every rank makes the same calls in every step: `reduce` after the backward pass, and `step`
-    after the optimizer's, unless the step is skipped.
 
     Attributes:
         layers: names of all layers with attention, also on other pipeline stages.
-        logits_LH: float32, the largest logit of each head in the last step, before the softcap;
-            equal on all ranks.
 
     Args:
         plan: decides threshold, layout and model.
@@ -334,7 +330,9 @@ class QKClip:
         self._local = torch.full((len(local), len(heads)), -torch.inf, device=device)
         for max_H, (_, module) in zip(self._local, local, strict=True):
             module.options = module.options._replace(record_logits=LogitRecorder(max_H))
-        self.logits_LH = torch.full((len(self.layers), config.num_heads), -torch.inf, device=device)
+        # The products of the last step: of this replica group in its slot R, else 0.
+        shape = 1, len(self.layers), config.num_heads
+        self._max_RLH = torch.full(shape, -torch.inf, device=device)
         self._rows: list[ScaledRows] = []
         if self._threshold:
             self._rows = [
@@ -343,57 +341,51 @@ class QKClip:
                 for param, exponents, group in scaled_params(module, self._group)
             ]
 
-    def restart(self) -> None:
+    @property
+    def logits_LH(self) -> Tensor:
+        """The largest logit of each head in the last step, before the softcap; float32.
+
+        It is equal on all ranks.
+        """
+        logits_LH: Tensor = self._max_RLH.amax(0) * self._scale
+        return logits_LH
+
+    def begin_passes(self, num_sequences: Tensor) -> None:
         """Forget what was recorded of a step, which is computed again."""
         self._local.fill_(-torch.inf)
 
     @torch.no_grad()
-    def reduce(
-        self,
-        sum_over_replicas: Callable[[list[Tensor]], None] | None = None,
-        replica: int = 0,
-        num_replicas: int = 1,
-    ) -> None:
-        """Set ``logits_LH`` to the maxima of the step over all ranks; a collective.
-
-        Args:
-            sum_over_replicas: sums tensors in place over the replica groups.
-            replica: index of this group.
-            num_replicas: number of groups.
-        """
-        max_LH = torch.full_like(self.logits_LH, -torch.inf)
+    def reduce(self, replica: int = 0, num_replicas: int = 1) -> list[Tensor]:
+        """Take the maxima of the step over all ranks."""
+        max_LH = torch.full_like(self._max_RLH[0], -torch.inf)
         if self._layers:
             max_LH[self._layers, self._heads] = self._local
-        self.restart()
         if dist.get_world_size() > 1:
             dist.all_reduce(max_LH, dist.ReduceOp.MAX)
-        if sum_over_replicas is not None and num_replicas > 1:
-            slots_RLH = max_LH.new_zeros(num_replicas, *max_LH.shape)
-            slots_RLH[replica] = max_LH
-            sum_over_replicas([slots_RLH])
-            max_LH = slots_RLH.amax(0)
-        self.logits_LH.copy_(max_LH * self._scale)
+        self._max_RLH = max_LH.new_zeros(num_replicas, *max_LH.shape)
+        self._max_RLH[replica] = max_LH
+        return [self._max_RLH]
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> None:
-        """Scale the weights; change nothing if ``skip``, a bool on the device, is true."""
+    def update(self, skip: Tensor) -> None:
+        """Scale the weights."""
         if not self._rows:
             return
         max_LG = torch.unflatten(self.logits_LH, 1, (-1, self._group)).amax(2)
         gamma_LG = torch.where(max_LG > self._limit, self._limit / max_LG, 1.0)
-        if skip is not None:
-            gamma_LG = gamma_LG.masked_fill(skip, 1.0)
+        gamma_LG = gamma_LG.masked_fill(skip, 1.0)
         for local, index, exponent in self._rows:
             factor = gamma_LG.flatten().to(local.device)[index] ** exponent
             local.mul_(factor.view(-1, *(1,) * (local.dim() - 1)))
 
-    def max_logits(self) -> Tensor:
+    def measure(self) -> Tensor:
         """Return each layer's largest logit, after the softcap: float32 ``[L]``."""
         max_L = self.logits_LH.amax(1)
         return self._softcap * torch.tanh(max_L / self._softcap) if self._softcap else max_L
 
-    def metrics(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of a record from the values of `max_logits`, on the host."""
+    def fields(self, values: Sequence[float]) -> dict[str, Any]:
+        """Return the largest logit, and if asked for, that of each layer."""
         name = "max_attention_logit"
         layers = {f"{name}/{layer}": x for layer, x in zip(self.layers, values, strict=True)}
-        return {name: max(values)} | (layers if self._by_layer else {})
+        logits = {name: max(values)} | (layers if self._by_layer else {})
+        return {"attention_logits": logits}

@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from weft.config.schema import ParallelSection
 from weft.models.attention import DEFAULT_OPTIONS, Attend, AttentionOptions
 from weft.models.layers import run_function
 from weft.models.varlen_attention import PackedDocuments
@@ -144,6 +145,57 @@ def _local_mask(mask: Callable[..., Any] | None, documents: Any, *args: Any) -> 
 
 
 # --------------------------------------------------------------------------- slices
+
+
+class TokenShards:
+    """A rank's tokens of the sequences of a batch.
+
+    Args:
+        section: the section ``[parallel]``.
+        rank: index of the rank, from 0.
+        size: number of ranks, C.
+        device: device of the model.
+        model: its configuration, for the limits of its layers; None: they have none.
+        varlen: see ``Plan.varlen_documents``.
+    """
+
+    def __init__(
+        self,
+        section: ParallelSection,
+        rank: int,
+        size: int,
+        device: torch.device,
+        model: Any = None,
+        varlen: bool = False,
+    ) -> None:
+        self._method, self._load_balance = section.cp_method, section.cp_split
+        self._rank, self._size, self._device = rank, size, device
+        self._model, self._varlen = model, varlen
+
+    def shard(self, batch: Any) -> tuple[Any, Split]:
+        """Return this rank's part of a batch, and the tokens of every rank.
+
+        The `weft.data.loader.Batch` has full sequences, with ids of documents on the host.  They
+        become what `shard_documents` returns.  Without context parallelism there is no split.
+        """
+        split: Split = []
+        documents = batch.documents_BT
+        if documents is not None:
+            documents = shard_documents(
+                documents,
+                self._method,
+                self._rank,
+                self._size,
+                self._load_balance,
+                self._device,
+                self._model,
+                self._varlen,
+            )
+        if self._size > 1:
+            num_tokens = batch.tokens_BT.shape[1]
+            split = split_of(documents, num_tokens, self._size, self._load_balance)
+            batch = batch.map_tokens(lambda x_BT: shard_sequence(x_BT, split)[self._rank])
+        return batch._replace(documents_BT=documents), split
 
 
 def shard_documents(

@@ -30,8 +30,7 @@ model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +43,7 @@ from weft.models.host_reads import define_host_read, read_counts
 from weft.models.layers import run_function
 from weft.models.moe import Routing
 from weft.parallel.collectives import c10d_functional
+from weft.parallel.step_hook import StepHook
 
 # Called before a pass waits for rows: see `weft.parallel.pass_overlap`.
 during_exchange: list[Callable[[], None]] = []
@@ -198,8 +198,8 @@ is_positive_on_any_rank = define_host_read(
 )
 
 
-class Overflow:
-    """Knows if a rank had more rows for another than fit.
+class Overflow(StepHook):
+    """Compute a step again with exact sizes if the rows for a rank did not fit.
 
     Attributes:
         count: int64 scalar on the device: such pairs of ranks since the last check.
@@ -211,22 +211,24 @@ class Overflow:
         self.is_exact = False
         self._num_steps = 0
 
-    def occurred(self) -> bool:
-        """Return True on all ranks if one overflowed; a collective, and the host waits."""
+    def begin_step(self) -> None:
+        """Exchange fixed sizes, also after a step that was abandoned."""
+        self.is_exact = False
+
+    def end_passes(self) -> bool:
+        """Return True on all ranks if one overflowed; the host waits."""
+        if self.is_exact:
+            self.is_exact = False
+            self._num_steps += 1
+            return False
         count = self.count.clone()
         self.count.zero_()
-        has_overflow: bool = is_positive_on_any_rank(count)
-        return has_overflow
+        self.is_exact = is_positive_on_any_rank(count)
+        return self.is_exact
 
-    @contextmanager
-    def exact_sizes(self) -> Iterator[None]:
-        """Let dispatchers exchange exact sizes, and count the step unless it is abandoned."""
-        self.is_exact = True
-        try:
-            yield
-            self._num_steps += 1
-        finally:
-            self.is_exact = False
+    def fields(self, values: Sequence[float]) -> dict[str, Any]:
+        """Return the number of steps that overflowed since the last call."""
+        return {"moe_overflows": self.take_count()}
 
     def take_count(self) -> int:
         """Return the number of steps that overflowed since the last call."""

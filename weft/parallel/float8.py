@@ -56,6 +56,7 @@ from torch import Tensor, nn
 from weft.models.layers import add_bias, grouped_linear
 from weft.models.moe import ExpertLinear
 from weft.parallel.private import iter_sharded_parameters, set_all_gather_hooks
+from weft.parallel.step_hook import StepHook
 
 MX_BLOCK_SIZE = 32
 
@@ -172,7 +173,7 @@ class MXLinear(nn.Linear):
         return add_bias(self.function.apply(x.contiguous(), self.weight, *self.options), self.bias)
 
 
-class Float8AllGather:
+class Float8AllGather(StepHook):
     """FSDP's all-gather of float8 weights; create it after parameters are allocated.
 
     FSDP's groups may differ: with expert parallelism, fewer ranks share experts.
@@ -205,8 +206,8 @@ class Float8AllGather:
                 shard.scale = self._scales[group][shard.scales].view(shard.scale_shape)
 
     @torch.no_grad()
-    def update_scales(self) -> None:
-        """Compute the scales of all weights; call it before a pass.  Collective."""
+    def begin_step(self) -> None:
+        """Compute the scales of all weights."""
         from torchao.float8.float8_utils import amax_to_scale
 
         for group, shards in self._shards.items():

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.parallel.step_hook import StepHook
 
-class ComputeCopies:
+
+class ComputeCopies(StepHook):
     """Copies of a model's parameters in ``dtype``.
 
-    They replace the parameters from a forward pass of ``model`` until `restore_parameters`.
+    They replace the parameters from a forward pass of ``model``, or from the passes of a step,
+    until `restore_parameters`.
 
     Args:
         model: module that is called for a forward pass.
@@ -33,6 +36,7 @@ class ComputeCopies:
     ) -> None:
         self.dtype, self.excluded, self.in_use = dtype, excluded, False
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
+        self.model = model
         vars(model)["compute_copies"] = self
         model.register_forward_pre_hook(self.use, prepend=True)
 
@@ -53,18 +57,21 @@ class ComputeCopies:
                     self.copies[param] = self._copy(param)
         _replace_parameters(model, self.copies)
 
+    def begin_passes(self, num_sequences: Tensor) -> None:
+        """Use the copies for all microbatches: backward needs them, too."""
+        self.use(self.model)
+
+    def end_passes(self) -> bool:
+        """Restore the parameters."""
+        restore_parameters(self.model)
+        return False
+
     def _copy(self, param: nn.Parameter) -> nn.Parameter:
         copy = nn.Parameter(param.to(self.dtype), param.requires_grad)
         if param.requires_grad:
             hook: Any = partial(_add_gradient, param)
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return copy
-
-
-def use_copies(model: nn.Module) -> None:
-    """Replace the parameters by the copies of `ComputeCopies`, if there are any."""
-    if copies := vars(model).get("compute_copies"):
-        copies.use(model)
 
 
 def restore_parameters(model: nn.Module) -> None:

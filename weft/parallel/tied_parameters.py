@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from weft.parallel.dtensor import to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import to_group_device
+from weft.parallel.step_hook import StepHook
 from weft.plan.plan import Plan
 
 
-class TiedParameters:
+class TiedParameters(StepHook):
     """This rank's copies of the tied parameter: none, one, or two."""
 
     def __init__(self, model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
@@ -55,15 +56,15 @@ class TiedParameters:
             vars(param)["tied_group"] = self._group
 
     @torch.no_grad()
-    def copy_values(self) -> None:
-        """Copy the first copy on this rank to the second; call it before forward passes."""
+    def begin_step(self) -> None:
+        """Copy the first copy on this rank to the second."""
         for first, *others in self._copies.values():
             for param in others:
                 to_local(param).copy_(to_local(first))
 
     @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Sum the gradients of both copies, after the last backward pass; a collective."""
+    def end_passes(self) -> bool:
+        """Sum the gradients of both copies."""
         for copies in self._copies.values():
             grads = [to_local(param.grad) for param in copies if param.grad is not None]
             if not grads or not grads[0].numel():
@@ -76,6 +77,7 @@ class TiedParameters:
                 dist.all_reduce(total, group=self._group)
                 if total is not grads[0]:
                     grads[0].copy_(total)
+        return False
 
 
 def tied_group(param: Tensor | None) -> dist.ProcessGroup | None:

@@ -68,8 +68,10 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.parallel.dtensor import is_quantized, shard_offsets, to_local
+from weft.parallel.expert_dispatch import Overflow
 from weft.parallel.float8 import is_float8_expert
 from weft.parallel.mesh import Mesh
+from weft.parallel.step_hook import find_hook
 from weft.plan.plan import Plan
 from weft.train.loss import answer_lengths
 from weft.train.setup import Built, Rank, build
@@ -184,7 +186,7 @@ class _Training:
 
     def count_overflows(self) -> int:
         """Return how many steps were computed again with exact sizes of exchanges."""
-        overflow = self._built.train_step.overflow
+        overflow = find_hook(self._built.train_step.hooks, Overflow)
         return overflow.take_count() if overflow is not None else 0
 
     def compare_initial(self, corrupt: Corruption | None) -> dict[str, TensorError]:
@@ -219,11 +221,10 @@ class _Training:
         masked_step(built.optimizer, torch.tensor(False), scale)
         if noise is not None:
             noise.perturb_optimizer_states(built.optimizer)
-        built.train_step.balance.reduce_loads()
-        built.train_step.balance.step()
-        if built.qk_clip is not None:
-            built.qk_clip.reduce()
-            built.qk_clip.step()
+        for hook in built.train_step.hooks:
+            hook.reduce()
+        for hook in built.train_step.hooks:
+            hook.update(torch.tensor(False))
         built.optimizer.zero_grad()
         updates = self.tensors.compare_updates(f"params {step}", self._state)
         return StepMeasurement(loss.item(), norm.item(), sums, gradients, updates)

@@ -188,11 +188,11 @@ def forward_backward(run: Run, step: int, batches: Sequence[Batch]) -> StepResul
         return None
     enter_phase("update")
     fault_point("gradients", (param.grad for param in run.params))
-    sums = [loss, train_step.loss_by_source, train_step.metrics, *train_step.balance.reduce_loads()]
+    place = run.replicas.index, run.replicas.count
+    counts = chain.from_iterable(hook.reduce(*place) for hook in train_step.hooks)
+    sums = [loss, train_step.loss_by_source, train_step.metrics, *counts]
     grads = (param.grad for param in run.params)
     run.replicas.sum(tensor for tensor in chain(sums, grads) if tensor is not None)  # in place
-    if run.built.qk_clip is not None:
-        run.built.qk_clip.reduce(run.replicas.sum, run.replicas.index, run.replicas.count)
     with span("gradient norm"):
         norms = compute_grad_norm(run.params, run.built.pp_group)
     run.consensus.should_stop()  # `find_due` reads the answer
@@ -220,9 +220,8 @@ def optimizer_step(
         with span("optimizer"):
             is_bad = ~result.loss_and_norm.isfinite().all()  # the host does not know it yet
             masked_step(optimizer, is_bad, clip_scale(result.grad_norm, optim.max_grad_norm))
-            run.built.train_step.balance.step(is_bad)
-            if run.built.qk_clip is not None:
-                run.built.qk_clip.step(is_bad)
+            for hook in run.built.train_step.hooks:
+                hook.update(is_bad)
         run.metrics.add_step()
     run.metrics.complete_step(lr, result.loss_and_norm)
     zero_grad(run)

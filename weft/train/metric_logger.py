@@ -30,11 +30,12 @@ from weft.monitor.layer_stats import LayerGradNorms, LayerStats
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.signals import StopRequested
 from weft.monitor.spans import flush_spans
-from weft.monitor.step_record import StepRecord, rank_stats, router_fields
+from weft.monitor.step_record import StepRecord, rank_stats
 from weft.monitor.step_timer import StepTimer, enter_phase
 from weft.monitor.stragglers import Probe, StragglerDetector, gather_rows
 from weft.monitor.terminal import Terminal
 from weft.monitor.trackers import Sink, open_sinks
+from weft.parallel.step_hook import StepHook
 from weft.train.setup import Built, Rank
 from weft.train.state import TrainState
 
@@ -116,7 +117,6 @@ class MetricLogger:
         self._plan = plan = built.plan
         self._rank, self._timer, self._events, self._console = rank, timer, events, console
         self._layer_stats, self._train_step = layer_stats, built.train_step
-        self._qk_clip = built.qk_clip
         self._path = plan.run_path / "metrics.jsonl"
         self._coordinates = built.mesh.coordinates["pp"], built.mesh.coordinates["cp"]
         self._layer_grad_norms: LayerGradNorms | None = None
@@ -135,10 +135,10 @@ class MetricLogger:
         self._new_anomalies: list[dict[str, Any]] = []  # not recorded yet
         self._recorded_anomalies: list[dict[str, Any]] = []  # of steps that may be repeated
         # Of the last step, on the device: loss and gradient norm, learning rate; if it was to be
-        # logged also metrics of routers and norms of layers, else empty.
+        # logged also values of techniques and norms of layers, else empty.
         self._none = torch.empty(0, device=rank.device)
         self._loss_and_norm, self._lr = self._none, 0.0
-        self._routers = self._layer_norms = self._none
+        self._layer_norms, self._measured = self._none, list[tuple[StepHook, Tensor]]()
         self.logged_step = 0  # the last one that is recorded
         self.step_seconds = 0.0  # mean of a step between the last two records
         self._skipped: dict[str, Any] | None = None  # the last record, if it lacks an evaluation
@@ -204,9 +204,11 @@ class MetricLogger:
 
     def record_grad_norms(self, step: int, will_log: bool) -> None:
         """Measure gradients before they are clipped; a collective if the step is recorded."""
-        self._routers = self._layer_norms = self._none
+        self._layer_norms, self._measured = self._none, list[tuple[StepHook, Tensor]]()
         if will_log:
-            self._routers = self._train_step.balance.layer_metrics()
+            for hook in self._train_step.hooks:
+                values = hook.measure()
+                self._measured.append((hook, self._none if values is None else values.flatten()))
         if will_log and self._layer_grad_norms is not None:
             self._layer_norms = self._layer_grad_norms.compute_norms()
         self._layer_stats.record_gradients(step)
@@ -251,17 +253,18 @@ class MetricLogger:
         fault_point("record")
         flush_spans()
         probe = None if device.type == "cpu" else Probe(device)
-        (loss, grad_norm), logits, routers, layer_norms, source_means, metric_means = detector.wait(
+        (loss, grad_norm), layer_norms, source_means, metric_means, *measured = detector.wait(
             self._loss_and_norm,
-            self._qk_clip.max_logits() if self._qk_clip is not None else self._none,
-            self._routers.flatten(),
             self._layer_norms,
             self._sources.take_means(),
             self._metrics.take_means(),
+            *(values for _, values in self._measured),
         )
+        technique_fields: dict[str, Any] = {}
+        for (hook, _), values in zip(self._measured, measured, strict=True):
+            technique_fields |= hook.fields(values)
         enter_phase("log")
         fault_point("tell")
-        layers, overflow = self._train_step.balance.layers, self._train_step.overflow
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []
         layer_names = layer_names if layer_norms else []
         times = self._timer.measure()
@@ -301,9 +304,7 @@ class MetricLogger:
             predicted_memory_gib=self._predicted.get("memory_gib"),
             predicted_step_seconds=self._predicted.get("step_seconds"),
             ranks=rank_stats(table),
-            **router_fields(layers, routers, plan.job.monitor.router_metrics),
-            moe_overflows=overflow.take_count() if overflow else None,
-            attention_logits=self._qk_clip.metrics(logits) if self._qk_clip is not None else None,
+            **technique_fields,
             layer_grad_norms=dict(zip(layer_names, layer_norms, strict=True)) or None,
             loss_by_source=self._sources.by_name(source_means),
             metrics=self._metrics.by_name(metric_means),

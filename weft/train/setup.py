@@ -48,6 +48,7 @@ from weft.plan.lora_plan import is_change, lora_lr_factor
 from weft.plan.plan import Plan
 from weft.train.machine import is_launched_rank
 from weft.train.step import TrainStep
+from weft.train.step_hooks import build_hooks
 
 # --------------------------------------------------------------------------- the ranks
 
@@ -185,7 +186,6 @@ class Built(NamedTuple):
     train_step: TrainStep
     optimizer: Optimizer
     lr_decay: Decay  # of the learning rate, by ``optim.schedule``
-    qk_clip: Any = None  # `weft.optim.qk_clip.QKClip`, if it is enabled
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
@@ -240,15 +240,12 @@ def build(plan: Plan, rank: Rank, backend: Backend = DEVICE_BACKEND) -> Built:
     )
     if hasattr(optimizer, "run_compiled"):
         optimizer.run_compiled = backend.run_compiled
-    train_step = TrainStep(model_parts, family, plan, mesh, rank.device, backend.run_compiled)
+    hooks = list(build_hooks(plan, model_parts, mesh, family, rank.device))
+    train_step = TrainStep(
+        model_parts, family, plan, mesh, rank.device, backend.run_compiled, hooks
+    )
     decay = lookup(job.optim.schedule, SCHEDULES)
-    qk_clip: Any = None
-    if job.optim.qk_clip_threshold or job.monitor.attention_logits:
-        from weft.optim.qk_clip import QKClip
-
-        qk_clip = QKClip(plan, model_parts, mesh, rank.device)
-        train_step.on_restart.append(qk_clip.restart)
-    return Built(plan, model_parts, mesh, train_step, optimizer, decay, qk_clip)
+    return Built(plan, model_parts, mesh, train_step, optimizer, decay)
 
 
 def open_layer_stats(built: Built) -> LayerStats:
@@ -266,5 +263,5 @@ def open_layer_stats(built: Built) -> LayerStats:
     for _, modules in layers if getattr(plan.model, "mtp_layers", 0) else []:
         modules.pop("embed_tokens", None)
     stats = LayerStats(plan.job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)
-    built.train_step.on_restart.append(stats.restart)
+    built.train_step.hooks.append(stats)
     return stats

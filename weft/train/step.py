@@ -4,13 +4,9 @@ The loss is a sum over targets, divided once by the number of targets in the glo
 therefore does not depend on how tokens are spread over ranks and microbatches: a loss travels as a
 sum and a count until that division.  An objective may add several such terms.
 
-*Multi-token prediction* (DeepSeek-V3, arXiv:2412.19437, section 2.2) adds a gradient, not a value:
-that of ``train.mtp_weight`` times the mean over the K layers of their mean losses.  The loss that
-weft logs is that of the objective.  The targets of the K layers are K B more sequences of
-next-token prediction, the only objective that supports them.
-
 Shapes: B sequences of a microbatch, T tokens of a sequence on this rank, V vocabulary on this rank,
-M metrics and C terms of the objective, S sources of a mixture, K layers of multi-token prediction.
+M metrics and C terms of the objective, S sources of a mixture, K layers of multi-token prediction
+(`weft.train.multi_token`).
 """
 
 from __future__ import annotations
@@ -30,20 +26,16 @@ from weft.models import Family
 from weft.models.varlen_attention import PackedDocuments
 from weft.monitor.faults import fault_point
 from weft.monitor.spans import action, span
-from weft.optim.balance import ExpertBalancer
 from weft.parallel.compile import RunCompiled, run_compiled
-from weft.parallel.context_parallel import gather_values, shard_documents, split_of
+from weft.parallel.context_parallel import TokenShards, gather_values
 from weft.parallel.cuda_graphs import CudaDevice, MicrobatchGraphs
 from weft.parallel.data_parallel import reshard, set_gradient_sync
-from weft.parallel.dispatchers import find_overflow
-from weft.parallel.float8 import Float8AllGather
 from weft.parallel.lora_rows import TokenRows, find_head_with_rows
 from weft.parallel.mesh import Mesh
-from weft.parallel.mixed_precision import restore_parameters, use_copies
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import run_schedule, use_forward_only_order, wrap_pipeline_actions
-from weft.parallel.tied_parameters import TiedParameters
-from weft.parallel.token_split import Split, shard_sequence
+from weft.parallel.step_hook import StepHook
+from weft.parallel.token_split import Split
 from weft.plan.plan import Plan
 from weft.plan.shard_sizes import chunk_range
 from weft.train.loss import (
@@ -54,12 +46,9 @@ from weft.train.loss import (
     cross_entropy,
     linear_cross_entropy,
 )
+from weft.train.multi_token import MultiTokenPrediction
 
 MAX_STOP_CHECKS = 8  # in a step, because each is a reduction over all ranks
-SEQUENCE_COLUMNS = (
-    *("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "later_BTK", "token_ids_BT"),
-    "lengths_BT",
-)
 # What the model takes by name; see `weft.parallel.token_keys`.
 RANDOM_COLUMNS = ("token_ids_BT", "lengths_BT")
 
@@ -94,8 +83,7 @@ class TrainStep:
         metrics: float32 (M or K, 2): sum and count of each of them.  None without any.
         logits_at_targets: receives the targets, int64 (N,), and their logits, (N, V), of each
             cross-entropy on this rank.  None, except while prompts are continued.
-        balance: the biases of the experts.
-        overflow: None: the buffers of experts have room for all tokens.
+        hooks: what the techniques of the run do around the passes; see `StepHook`.
         graphs: CUDA graphs of microbatches; None: there are none.
     """
 
@@ -107,14 +95,21 @@ class TrainStep:
         mesh: Mesh,
         device: torch.device,
         run_compiled: RunCompiled = run_compiled,
+        hooks: Sequence[StepHook] = (),
     ) -> None:
         job = plan.job
+        self.hooks = list(hooks)
         self._run_compiled = run_compiled
         self.model_parts, self.plan, self.mesh, self.device = model_parts, plan, mesh, device
         self.objective = build_objective(plan.objective, job.train)
-        cp_rank, parallel = mesh.coordinates["cp"], job.parallel
-        self._cp = parallel.cp_method, cp_rank, plan.cp, parallel.cp_split
-        self._num_later = num_later = getattr(plan.model, "mtp_layers", 0)
+        cp_rank = mesh.coordinates["cp"]
+        self._token_shards = TokenShards(
+            job.parallel, cp_rank, plan.cp, device, plan.model, plan.varlen_documents
+        )
+        num_later = getattr(plan.model, "mtp_layers", 0)
+        self._later: MultiTokenPrediction | None = None
+        if num_later:
+            self._later = MultiTokenPrediction(num_later, job.train.mtp_weight)
         self._ones = torch.ones(1 + num_later, device=device)
         tokens = plan.microbatch_size * plan.seq_len // plan.cp * (1 + num_later)
         vocab_size = len(chunk_range(plan.model.vocab_size, plan.tp, 0))  # the largest of all ranks
@@ -123,7 +118,6 @@ class TrainStep:
         self._gathers_losses = plan.cp > 1 and not self.objective.is_token_sum
         can_fuse = family.enable_fused_loss is not None and self.objective.is_token_sum
         fused_loss = can_fuse and self._chunk_tokens < tokens
-        self._tied = TiedParameters(model_parts, plan, mesh)
         self.schedule: Any = None
         last_part: nn.Module | None = model_parts[-1]  # None without the last stage
         if plan.pipeline is not None:
@@ -139,25 +133,18 @@ class TrainStep:
             self._head_weight = family.enable_fused_loss(last_part)
             if (head := find_head_with_rows(last_part)) is not None:
                 self._head_weight, self._head_rows = lambda: head.weight, head.lora_rows
-        self._float8_gather = Float8AllGather(model_parts) if plan.float8_all_gather else None
         self._owns_targets = cp_rank == 0 or not self._gathers_losses
         is_first = mesh.coordinates["tp"] == 0 and self._owns_targets
         self.owns_loss = last_part is not None and is_first
         self.loss_by_source: Tensor | None = None
         if (num_sources := len(job.data.sources)) > 1:
             self.loss_by_source = torch.zeros(num_sources, self.objective.terms, 2, device=device)
-        names = (f"mtp_loss/{depth + 1}" for depth in range(num_later))
+        names = self._later.metric_names if self._later is not None else ()
         self.metric_names = (*self.objective.metrics, *names)
         self.metrics: Tensor | None = None
         if self.metric_names:
             self.metrics = torch.zeros(len(self.metric_names), 2, device=device)
         self.logits_at_targets: list[tuple[Tensor, Tensor]] | None = None
-        # With adapters the router is frozen: see `weft.parallel.lora`.
-        rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
-        measures = job.monitor.router_metrics
-        self.balance = ExpertBalancer(model_parts, family.moe_layers, rate, mesh, device, measures)
-        self.overflow = find_overflow(model_parts, plan.ep, job.parallel, device)
-        self.on_restart: list[Callable[[], object]] = []  # called if the buffers were too small
         self.graphs: MicrobatchGraphs | None = None
         if plan.cuda_graphs:
             trained = [param for _, param in trainable_parameters(model_parts)]
@@ -212,8 +199,8 @@ class TrainStep:
             This rank's share of the loss; the sum over ranks is the mean loss in nats per token
             (DPO: per pair).  A float32 scalar on the device; the host has not waited for it.
         """
-        if self._float8_gather is not None:
-            self._float8_gather.update_scales()
+        for hook in self.hooks:
+            hook.begin_step()
         if self.objective.baseline is not None and batches[0].baseline_B is None:
             batches = self._with_baseline(batches)
         microbatches = [self._shard_sequence(batch) for batch in batches]
@@ -225,14 +212,13 @@ class TrainStep:
         if divisors.is_floating_point():
             divisors = divisors.float()  # as the losses
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
-        losses = self._compute_gradients(microbatches, sequences, check_stop)
-        if self.overflow is not None and self.overflow.occurred():
+        losses, must_repeat = self._compute_gradients(microbatches, sequences, check_stop)
+        while must_repeat:
             for part in self.model_parts:
                 part.zero_grad()
-            for restart in self.on_restart:
-                restart()
-            with self.overflow.exact_sizes():
-                losses = self._compute_gradients(microbatches, sequences, check_stop)
+            losses, must_repeat = self._compute_gradients(
+                microbatches, sequences, check_stop, is_repeated=True
+            )
         if self.plan.world_size_invariant and losses:
             return self._sum_in_order([loss.detach() for loss in losses])
         return self._local_loss(losses)
@@ -242,28 +228,35 @@ class TrainStep:
         microbatches: list[Microbatch],
         num_sequences: Tensor,
         check_stop: Callable[[], None] | None = None,
-    ) -> list[Tensor]:
-        """Run forward and backward of all microbatches; return their losses on this rank."""
+        is_repeated: bool = False,
+    ) -> tuple[list[Tensor], bool]:
+        """Run forward and backward of all microbatches.
+
+        Returns:
+            Their losses on this rank, and True if a hook wants the passes to be repeated.
+        """
         self._reset_metrics()
-        self.balance.reset(num_sequences, self.plan.etp)
+        for hook in self.hooks:
+            hook.begin_passes(num_sequences)
         if self.schedule is not None:
             losses = self._run_schedule(microbatches)
-            self._tied.sum_gradients()
-            return losses
-        return self._accumulate_gradients(microbatches, check_stop)
+        else:
+            losses = self._accumulate_gradients(microbatches, check_stop, is_repeated)
+        wishes = [hook.end_passes() for hook in self.hooks]  # of all, for they are collectives
+        return losses, any(wishes)
 
     def _accumulate_gradients(
-        self, microbatches: Sequence[Microbatch], check_stop: Callable[[], None] | None
+        self,
+        microbatches: Sequence[Microbatch],
+        check_stop: Callable[[], None] | None,
+        is_repeated: bool,
     ) -> list[Tensor]:
         losses, last = [], len(microbatches) - 1
         interval = -(-len(microbatches) // MAX_STOP_CHECKS)
-        for part in self.model_parts:
-            use_copies(part)
         if self.graphs is not None:
             # FSDP gathers parameters in the first microbatch, and frees them in the last.
             ends = [(i == 0, i == last) if self.plan.uses_fsdp else () for i in range(last + 1)]
-            is_exact = self.overflow is not None and self.overflow.is_exact
-            self.graphs.begin_step(microbatches, ends, can_replay=not is_exact)
+            self.graphs.begin_step(microbatches, ends, can_replay=not is_repeated)
         for index, microbatch in enumerate(microbatches):
             for part in self.model_parts:
                 set_gradient_sync(part, index == last, self.plan.gradient_sync)
@@ -282,8 +275,6 @@ class TrainStep:
             with action(0, "B", index):
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        for part in self.model_parts:
-            restore_parameters(part)
         return losses
 
     def _forward_backward(self, microbatch: Microbatch) -> Tensor:
@@ -317,8 +308,8 @@ class TrainStep:
         """Return the result of `evaluate`; the host has not waited for it."""
         for part in self.model_parts:
             part.eval()
-        if self._float8_gather is not None:
-            self._float8_gather.update_scales()
+        for hook in self.hooks:
+            hook.begin_step()
         self._reset_metrics()
         terms = self.objective.terms
         loss_and_count = torch.zeros(2, terms, dtype=torch.float64, device=self.device)
@@ -410,10 +401,9 @@ class TrainStep:
         """
         batch, divisors, sequences, split = microbatch
         weights_BT, scales_B1 = batch.weights_BT, None
-        if self._num_later:
-            weight = self.plan.job.train.mtp_weight / self._num_later
-            scales = torch.cat((self._ones[:1], weight * divisors[0] / divisors[1:]))
-            scales_B1 = scales.repeat_interleave(len(batch.tokens_BT)).unsqueeze(1)
+        num_sequences = len(batch.tokens_BT)
+        if self._later is not None:
+            scales_B1 = self._later.scale(divisors, num_sequences)
         with span("loss"):
             if self._head_weight is None:
                 losses_BT = (
@@ -440,9 +430,8 @@ class TrainStep:
                 losses = self.objective.losses(_multiply(losses_BT, weights_BT), sequences)
             if self.owns_loss:
                 self._add_metrics(losses, sequences)
-            if scales_B1 is not None:  # only the gradient is that of all losses
-                main = losses.loss_B[: len(batch.tokens_BT)].detach().sum()
-                total = main + (total - total.detach())
+            if self._later is not None:
+                total = self._later.keep_value(total, losses.loss_B, num_sequences)
             terms_C = total / divisors[: self.objective.terms]
             return terms_C.sum() if torch.is_grad_enabled() else terms_C
 
@@ -467,7 +456,7 @@ class TrainStep:
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return how much this rank's sequences count, together, (C,) or (1 + K,)."""
-        shape = 1 + self._num_later, -1, self.objective.terms
+        shape = len(self._ones), -1, self.objective.terms
         counts = [self.objective.counts(m.sequences).view(shape).sum(1) for m in microbatches]
         count = _sum(counts).flatten()
         return count if self._owns_targets else torch.zeros_like(count)
@@ -485,8 +474,8 @@ class TrainStep:
         counts = self.objective.counts(batch)
         shape = len(counts), self.objective.terms
         sums_BC2 = torch.stack((losses.loss_B.view(shape), counts.view(shape)), dim=2)
-        if self.metrics is not None and self._num_later:
-            self.metrics += sums_BC2.view(1 + self._num_later, -1, 2).sum(1)[1:]
+        if self.metrics is not None and self._later is not None:
+            self.metrics += self._later.sum_by_layer(sums_BC2)
         elif self.metrics is not None:
             self.metrics[:, 0] += losses.metrics_BM.sum(0)
             counts_BM = losses.metric_counts_BM
@@ -529,7 +518,6 @@ class TrainStep:
         padded = microbatches + [empty] * (plan.num_microbatches - len(microbatches))
         has_first = 0 in self._stages
         losses: list[Tensor] = []
-        self._tied.copy_values()
         run_schedule(
             self.schedule,
             args=[(m.batch.tokens_BT,) if has_first else () for m in padded],
@@ -549,35 +537,24 @@ class TrainStep:
         """
         if self.schedule is not None:
             batch = _pad(batch, self.plan.microbatch_size)
-        if self._num_later:  # before the ranks share a sequence: a later token may be another's
-            batch = batch.with_later(self._num_later)
-            if self.logits_at_targets is not None:
-                batch.targets_BT[len(batch.tokens_BT) :] = IGNORE_INDEX
-        full, documents, cp_size = batch, batch.documents_BT, self.plan.cp
-        local: Any = None
-        if documents is not None:
-            model = self.plan.model, self.plan.varlen_documents
-            local = shard_documents(documents, *self._cp, self.device, *model)
-            batch = full._replace(documents_BT=local)
-        if batch.positions_BT is None and (cp_size > 1 or self.schedule is not None):
+        if self._later is not None:
+            batch = self._later.add_targets(batch, self.logits_at_targets is None)
+        full = batch
+        if batch.positions_BT is None and (self.plan.cp > 1 or self.schedule is not None):
             positions_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
             batch = batch._replace(positions_BT=positions_T.expand_as(batch.tokens_BT))
-        split: Split = []
-        if cp_size > 1:
-            _, cp_rank, _, load_balance = self._cp
-            num_tokens = batch.tokens_BT.shape[1]
-            split = split_of(batch.documents_BT, num_tokens, cp_size, load_balance)
-            for name in SEQUENCE_COLUMNS:
-                if (column := getattr(batch, name)) is not None:
-                    shards_CBL = shard_sequence(column, split)
-                    batch = batch._replace(**{name: shards_CBL[cp_rank]})
-        if not self._gathers_losses:
-            is_packed = isinstance(local, PackedDocuments)
-            sequences = batch._replace(documents_BT=local.ids_BT) if is_packed else batch
-            return Microbatch(batch, self._ones, sequences, split)
-        if documents is not None:
-            full = full._replace(documents_BT=documents.to(self.device, non_blocking=True))
-        return Microbatch(batch, self._ones, full, split)
+        batch, split = self._token_shards.shard(batch)
+        # The objective takes ids of documents, on the device.
+        local: Any = batch.documents_BT
+        if self._gathers_losses:
+            if full.documents_BT is not None:
+                full = full._replace(
+                    documents_BT=full.documents_BT.to(self.device, non_blocking=True)
+                )
+            return Microbatch(batch, self._ones, full, split)
+        is_packed = isinstance(local, PackedDocuments)
+        sequences = batch._replace(documents_BT=local.ids_BT) if is_packed else batch
+        return Microbatch(batch, self._ones, sequences, split)
 
 
 def _multiply(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,0 +1,54 @@
+"""The hooks of a run's techniques, in the order of their calls: see `StepHook`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from weft.models import Family
+from weft.parallel.mesh import Mesh
+from weft.parallel.step_hook import StepHook
+from weft.plan.plan import Plan
+
+
+def build_hooks(
+    plan: Plan, model_parts: Sequence[nn.Module], mesh: Mesh, family: Family, device: torch.device
+) -> Iterator[StepHook]:
+    """Yield the hooks of a plan; their parameters are allocated.
+
+    Each hook has its technique's file, which is imported only if the plan has the technique.
+    """
+    job = plan.job
+    if plan.float8_all_gather:
+        from weft.parallel.float8 import Float8AllGather
+
+        yield Float8AllGather(model_parts)
+    # Copies of a tied parameter are updated before, and their gradients summed after all passes.
+    if plan.tied_ranks:
+        from weft.parallel.tied_parameters import TiedParameters
+
+        yield TiedParameters(model_parts, plan, mesh)
+    # One rank without FSDP computes on copies in the compute dtype.
+    for part in model_parts:
+        if copies := vars(part).get("compute_copies"):
+            yield copies
+    if family.moe_layers is not None:
+        from weft.optim.balance import ExpertBalancer
+
+        # With adapters the router is frozen: see `weft.parallel.lora`.
+        rate = 0.0 if plan.lora_rank else getattr(plan.model, "balance_rate", 0.0)
+        by_layer = job.monitor.router_metrics
+        layers = family.moe_layers
+        yield ExpertBalancer(model_parts, layers, rate, mesh, device, by_layer, plan.etp)
+    if job.optim.qk_clip_threshold or job.monitor.attention_logits:
+        from weft.optim.qk_clip import QKClip
+
+        yield QKClip(plan, model_parts, mesh, device)
+    # Last, because it may ask for the passes to be repeated.
+    if plan.ep > 1:
+        from weft.parallel.dispatchers import find_overflow
+
+        if overflow := find_overflow(model_parts, plan.ep, job.parallel, device):
+            yield overflow
