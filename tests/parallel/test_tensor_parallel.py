@@ -39,7 +39,8 @@ def loss_of_slices(
     slice_BTV = logits_BTV[..., ids.start : ids.stop].clone().requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
         losses_BT = cross_entropy(
-            slice_BTV, targets_BT, dist.group.WORLD, compiled, ids.start, smoothing, 24
+            *(slice_BTV, targets_BT, dist.group.WORLD, compiled, ids.start, smoothing, 24),
+            z_loss_coef=smoothing,
         )
         loss = weighted(losses_BT)
         loss.backward()
@@ -72,13 +73,16 @@ def test_vocab_parallel_cross_entropy_equals_one_process(
     ranks: int, compiled: bool, dtype: torch.dtype, smoothing: float
 ) -> None:
     logits_BTV, targets_BT = example(dtype)
-    logits_BTV.requires_grad_()
+    exact_BTV = logits_BTV.double().requires_grad_()
     losses_N = F.cross_entropy(
-        logits_BTV.float().flatten(0, 1),
+        exact_BTV.flatten(0, 1),
         targets_BT.flatten(),
         reduction="none",
         label_smoothing=smoothing,
     )
+    z_losses_N = smoothing * exact_BTV.flatten(0, 1).logsumexp(-1) ** 2
+    z_losses_N = z_losses_N * (targets_BT.flatten() != -100)  # a gradient without a value
+    losses_N = losses_N + z_losses_N - z_losses_N.detach()
     expected = weighted(losses_N.view_as(targets_BT))
     expected.backward()
     results = run_ranks(loss_of_slices, ranks, dtype, compiled, smoothing, timeout=200)
@@ -87,7 +91,7 @@ def test_vocab_parallel_cross_entropy_equals_one_process(
         assert exchanges == [2]  # of numbers per token, never of logits
     gradient = torch.cat([grad for _, grad, _ in results], dim=-1)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(gradient, logits_BTV.grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient.double(), exact_BTV.grad, rtol=tolerance, atol=tolerance)
 
 
 CONFIG = DecoderConfig(

@@ -519,6 +519,12 @@ NOT_RUN = [
         MEANING,
     ),
     NotRun(
+        "train.z_loss_coef",
+        "is a loss of each target",
+        "train.z_loss_coef=0.1 train.objective=dpo data.format=preferences",
+        MEANING,
+    ),
+    NotRun(
         "train.neftune_alpha",
         "is not supported by the model family",
         f"train.neftune_alpha=5 model.kind={HERE}:NO_HEADS model.preset=one",

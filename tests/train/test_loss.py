@@ -39,7 +39,7 @@ def check_loss(seed: int, compiled: bool) -> None:
     draw = random.Random(seed)
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
     x, weight, targets = random_example(draw, dtype)
-    smoothing = draw.choice([0.0, 0.1, 0.7])
+    smoothing, z_loss_coef = draw.choice([0.0, 0.1, 0.7]), draw.choice([0.0, 1e-4, 0.1])
     # The logits of the dtype, exactly; their gradients go back through the same products.
     logits = F.linear(x, weight).detach().double().requires_grad_()
     losses = F.cross_entropy(
@@ -49,11 +49,19 @@ def check_loss(seed: int, compiled: bool) -> None:
         reduction="none",
         label_smoothing=smoothing,
     ).view_as(targets)
+    # The z-loss has a gradient, and no value.
+    z_losses = z_loss_coef * logits.logsumexp(-1) ** 2 * (targets != IGNORE_INDEX)
+    losses = losses + z_losses - z_losses.detach()
     weights = torch.randn(targets.shape)
     (expected,) = torch.autograd.grad((losses * weights).sum(), logits, retain_graph=True)
     ours = F.linear(x, weight).detach().requires_grad_()
     loss_fn = partial(
-        cross_entropy, group=None, compiled=compiled, label_smoothing=smoothing, vocab_size=None
+        cross_entropy,
+        group=None,
+        compiled=compiled,
+        label_smoothing=smoothing,
+        vocab_size=None,
+        z_loss_coef=z_loss_coef,
     )
     ours_BT = loss_fn(ours, targets)
     (gradient,) = torch.autograd.grad((ours_BT * weights).sum(), ours)

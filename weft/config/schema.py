@@ -519,6 +519,14 @@ class TrainSection(Section):
         "next_token: part of the target's probability that is spread over the vocabulary, in "
         "training; losses of the validation set have none",
     )
+    z_loss_coef: Annotated[float, Field(ge=0)] = key(
+        0.0,
+        "next_token: factor of the mean over targets of (log Z)^2, Z the sum of exponentials of "
+        "the logits, which keeps logits small (PaLM: 1e-4); it adds a gradient, and is not part of "
+        "the logged loss; 0: none",
+        same_speed=True,
+        tries=("0.01",),
+    )
     neftune_alpha: Annotated[float, Field(ge=0)] = key(
         0.0,
         "scale of uniform noise of the embeddings in training (NEFTune): alpha / sqrt(tokens of "

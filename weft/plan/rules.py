@@ -298,11 +298,17 @@ def _check_objective(errors: ConfigErrors, job: Job) -> None:
         rule = "would also train on rejected answers"
         remedy = f"use {', '.join(PAIR_OBJECTIVES)}, reward, or data.format=chat"
         errors.add(key, rule, remedy, ("data.format",))
-    if job.train.label_smoothing and objective != "next_token":
-        rule = f"spreads the target of a token, but train.objective={objective} compares others"
-        if ":" in objective:
-            rule = f"changes the loss of next_token, but train.objective={objective} has its own"
-        errors.add("train.label_smoothing", rule, "use 0, or next_token", (key,))
+    for name, changes in (
+        ("label_smoothing", "spreads the target of a token"),
+        ("z_loss_coef", "is a loss of each target"),
+    ):
+        if getattr(job.train, name) and objective != "next_token":
+            rule = f"{changes}, but train.objective={objective} compares others"
+            if ":" in objective:
+                rule = (
+                    f"changes the loss of next_token, but train.objective={objective} has its own"
+                )
+            errors.add(f"train.{name}", rule, "use 0, or next_token", (key,))
 
 
 def _check_score_head(errors: ConfigErrors, job: Job, model: Any) -> None:

@@ -85,6 +85,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     vocab_size: int | None = None,
     run_compiled: RunCompiled = run_compiled,
+    z_loss_coef: float = 0.0,
 ) -> Tensor:
     """Compute the cross-entropy of each token in nats, in float32.
 
@@ -94,6 +95,10 @@ def cross_entropy(
     Forward saves the logits and three numbers per token.  The ranks of ``group`` exchange these
     numbers (maximum, sum of exponentials, logit of the target) instead of logits.  Label smoothing
     adds the sum of the logits to the logit of the target.
+
+    ``z_loss_coef`` c adds the gradient of c (log Z)^2 to that of each token, Z the sum of
+    exponentials of its logits (PaLM, arXiv:2204.02311, section 5).  Its value is not added.  The
+    gradient of log Z is the softmax, which backward computes anyway.
 
     Args:
         logits_BTV: any floating dtype; with ``group``, this rank's entries of the vocabulary.
@@ -105,6 +110,7 @@ def cross_entropy(
         label_smoothing: from 0 to 1.
         vocab_size: entries of the full vocabulary; None: those of the logits.
         run_compiled: runs the operators that are fused.
+        z_loss_coef: c.
 
     Returns:
         float32 (B, T), equal on all ranks of ``group``; 0 without a target.
@@ -112,7 +118,7 @@ def cross_entropy(
     uniform = label_smoothing / (vocab_size or logits_BTV.shape[-1])
     smoothing = (label_smoothing, uniform)
     run = partial(run_compiled, LOSS, compiled)
-    arguments = group, compiled, run, first, smoothing
+    arguments = group, compiled, run, first, smoothing, z_loss_coef
     return run_function(_CrossEntropy, logits_BTV, targets_BT, *arguments)
 
 
@@ -127,6 +133,7 @@ class _CrossEntropy(torch.autograd.Function):
         run: Callable[..., Any],
         first: int,
         smoothing: tuple[float, float],
+        z_loss_coef: float,
     ) -> Tensor:
         logits_NV, columns_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
         is_ignored_N = is_elsewhere_N = columns_N == IGNORE_INDEX
@@ -140,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
         max_N, sum_N, target_N, *exponentials = ctx.run(
             _sum_exponentials, logits_NV, columns_N, keeps_exponentials
         )
-        ctx.label_smoothing, ctx.uniform = smoothing
+        (ctx.label_smoothing, ctx.uniform), ctx.z_loss_coef = smoothing, z_loss_coef
         if group is not None:
             target_N = target_N.masked_fill(is_elsewhere_N, 0.0)
         if ctx.label_smoothing:  # the mean logit under the smoothed target
@@ -167,12 +174,15 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.label_smoothing:
             at_target_N = (1 - ctx.label_smoothing) * at_target_N
             uniform_N.append(ctx.uniform * grad_N)
-        scales = grad_N / sum_N, at_target_N, *uniform_N
+        softmax_N = grad_N
+        if ctx.z_loss_coef:
+            softmax_N = grad_N * (1 + 2 * ctx.z_loss_coef * (max_N + sum_N.log()))
+        scales = softmax_N / sum_N, at_target_N, *uniform_N
         if ctx.keeps_exponentials:
             grad_NV = _scale_exponentials(values_NV, columns_N, *scales)
         else:
             grad_NV = ctx.run(_logits_gradient, values_NV, columns_N, max_N, *scales)
-        return grad_NV.view(*grad_BT.shape, -1), *[None] * 6
+        return grad_NV.view(*grad_BT.shape, -1), *[None] * 7
 
 
 def _sum_exponentials(

@@ -452,6 +452,7 @@ class TrainStep:
             label_smoothing,
             self.plan.model.vocab_size,
             self._run_compiled,
+            self.plan.job.train.z_loss_coef,
         )
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Tensor:
