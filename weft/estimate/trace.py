@@ -153,6 +153,8 @@ def record_step(
             recorder.location = OpLocation(0, "optimizer", 0)
             scale = clip_scale(norm, plan.job.optim.max_grad_norm)
             masked_step(built.optimizer, torch.tensor(False), scale)
+            for hook in built.train_step.hooks:
+                hook.update(torch.tensor(False))
             recorder.location = OpLocation(0, "end", 0)
             built.optimizer.zero_grad()
     assert step_loss.shape == norm.shape == ()

@@ -240,7 +240,7 @@ def build(plan: Plan, rank: Rank, backend: Backend = DEVICE_BACKEND) -> Built:
     )
     if hasattr(optimizer, "run_compiled"):
         optimizer.run_compiled = backend.run_compiled
-    hooks = list(build_hooks(plan, model_parts, mesh, family, rank.device))
+    hooks = list(build_hooks(plan, model_parts, mesh, family, rank.device, optimizer))
     train_step = TrainStep(
         model_parts, family, plan, mesh, rank.device, backend.run_compiled, hooks
     )

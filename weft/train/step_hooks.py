@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from weft.models import Family
 from weft.parallel.mesh import Mesh
@@ -14,7 +15,12 @@ from weft.plan.plan import Plan
 
 
 def build_hooks(
-    plan: Plan, model_parts: Sequence[nn.Module], mesh: Mesh, family: Family, device: torch.device
+    plan: Plan,
+    model_parts: Sequence[nn.Module],
+    mesh: Mesh,
+    family: Family,
+    device: torch.device,
+    optimizer: Optimizer,
 ) -> Iterator[StepHook]:
     """Yield the hooks of a plan; their parameters are allocated.
 
