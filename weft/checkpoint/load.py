@@ -58,6 +58,7 @@ from weft.checkpoint.state_dict import (
 from weft.config.storage import CorruptData
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import enter_phase
+from weft.optim.weight_average import averaged_name
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.initialization import float32_buffer, store_float32
 from weft.parallel.private import to_group_device
@@ -79,7 +80,7 @@ def load_checkpoint(
     Args:
         path: committed checkpoint.
         model_parts: this rank's parts of the model.
-        optimizer: None: load only the parameters.
+        optimizer: None: load only the parameters, as their average if there is one.
 
     Returns:
         The manifest.
@@ -217,7 +218,9 @@ def _load_tensors(
         Tensors that differ from what was saved.
     """
     state: StateDict = model_state(model_parts)
-    if optimizer is not None:
+    if optimizer is None:
+        state = {averaged_name(contents.tensors, name): value for name, value in state.items()}
+    else:
         for name, entry in contents.tensors.items():
             # Memory is allocated by the table, so a wrong dtype would reinterpret the bits.
             if name.startswith("optim.") and entry.dtype not in OPTIMIZER_DTYPES:

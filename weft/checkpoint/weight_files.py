@@ -47,6 +47,7 @@ from weft.config.errors import WeftError
 from weft.config.files import sync_directory
 from weft.config.locks import LocksMissing, try_lock
 from weft.config.storage import create_file, is_remote, remove
+from weft.optim.weight_average import averaged_name
 
 ROW_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor per chunk
 
@@ -148,6 +149,8 @@ def _try_lock(directory: Path, stack: ExitStack) -> bool:
 def open_weights(path: Path) -> dict[str, Weight]:
     """Open the weights of a checkpoint of any layout, by their names in the model.
 
+    They are those of ``optim.ema_decay``, if the run averages its weights.
+
     Raises:
         DamagedCheckpoint: if its manifest or a file is damaged.
     """
@@ -155,7 +158,7 @@ def open_weights(path: Path) -> dict[str, Weight]:
     with checkpoint_errors(path):
         check_files(contents)
     return {
-        name.removeprefix("model."): open_weight(contents, name)
+        name.removeprefix("model."): open_weight(contents, averaged_name(contents.tensors, name))
         for name in contents.tensors
         if name.startswith("model.")
     }

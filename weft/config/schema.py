@@ -730,6 +730,14 @@ class OptimSection(Section):
         "adamw and muon: dtype of the moments; 8bit applies to the blocks' matrices, the rest "
         "stays float32",
     )
+    ema_decay: Fraction = key(
+        0.0,
+        "decay per step of an exponential moving average of the weights, in float32, which "
+        "generate, evaluate and export then read; 0: none",
+        on_resume="fixed",
+        same_speed=True,
+        tries=("0.9",),
+    )
     momentum: Fraction = key(
         0.95, "muon: momentum decay", needs="optim.name=muon|module:function", same_speed=True
     )

@@ -153,15 +153,17 @@ def fit_dp_shard(
 
 
 def moment_bytes_per_param(optim: OptimSection, cost: TrainingCost) -> float:
-    """Return the mean bytes of the optimizer's moments per trainable parameter.
+    """Return the mean bytes of the optimizer's state per trainable parameter.
 
-    Matrices of the blocks have one moment with Muon, others have AdamW's two.
+    Matrices of the blocks have one moment with Muon, others have AdamW's two.  The average of
+    ``optim.ema_decay`` is a state, too.
     """
+    average = 4 if optim.ema_decay else 0
     ranges = 2 / MOMENT_BLOCK_SIZE if optim.state_dtype == "8bit" else 0.0
     if ranges and (rank := cost.lora_rank):  # half of an adapter has rows of this length
         ranges = (ranges + 2 * -(-rank // MOMENT_BLOCK_SIZE) / rank) / 2
-    matrix = MOMENT_BYTES[optim.state_dtype] / (1 + (optim.name == "muon")) + ranges
-    other = 4 if optim.state_dtype == "bfloat16" else 8
+    matrix = average + MOMENT_BYTES[optim.state_dtype] / (1 + (optim.name == "muon")) + ranges
+    other = average + (4 if optim.state_dtype == "bfloat16" else 8)
     if cost.lora_rank:
         saved = cost.saved_params / max(1, cost.trainable_params)
         return saved * other + (1 - saved) * matrix

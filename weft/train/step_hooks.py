@@ -52,6 +52,11 @@ def build_hooks(
         from weft.optim.qk_clip import QKClip
 
         yield QKClip(plan, model_parts, mesh, device)
+    # After QK-clip, which changes weights.
+    if job.optim.ema_decay:
+        from weft.optim.weight_average import WeightAverage
+
+        yield WeightAverage(optimizer, job.optim.ema_decay)
     # Last, because it may ask for the passes to be repeated.
     if plan.ep > 1:
         from weft.parallel.dispatchers import find_overflow
