@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -255,6 +255,12 @@ def render_template(template: str, quote: Callable[[Any], str], **values: object
             is inserted as it is: what macros return, and what the caller has quoted.
         **values: variables of the template, which also has weft's exit statuses.
     """
+    text: str = _environment(quote).get_template(template).render(values)
+    return text
+
+
+@lru_cache(maxsize=8)  # compiling a template takes longer than rendering it
+def _environment(quote: Callable[[Any], str]) -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -269,7 +275,21 @@ def render_template(template: str, quote: Callable[[Any], str], **values: object
     )
     environment.globals |= {"FAILED": FAILED, "REQUEUE": REQUEUE, "INTERRUPTED": INTERRUPTED}
     environment.globals |= {"UNHEALTHY": UNHEALTHY, "USAGE_ERROR": USAGE_ERROR}
-    return environment.get_template(template).render(values)
+    return environment
+
+
+def quote_shell(value: object) -> str:
+    """Return a value as one word of a shell."""
+    return shlex.quote(str(value))
+
+
+def quote_yaml(value: object) -> str:
+    """Return a value as a YAML document of one line."""
+    import yaml
+
+    return str(
+        yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
+    ).strip()
 
 
 def render_manifest(
@@ -286,12 +306,9 @@ def render_manifest(
     """
     import yaml
 
-    style: dict[str, Any] = {"default_style": '"', "default_flow_style": True, "width": math.inf}
     launch = request.job.launch
     variables = {"name": request.name, "launch": launch, "placement": request.placement} | values
-    text = render_template(
-        template, lambda value: yaml.safe_dump(value, **style).strip(), **variables
-    )
+    text = render_template(template, quote_yaml, **variables)
     noun = "run" if request.trains else "preparation"
     head = f"Nodes of the {noun} {request.name}; its directory is {location}.\n"
     head += f"{request.run_dir} on the submitting machine only has the record of this launch."

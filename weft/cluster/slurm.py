@@ -47,6 +47,7 @@ from weft.cluster.job_request import (
     check_duration,
     format_command,
     is_active,
+    quote_shell,
     render_template,
     run_cli,
     standalone_recipe,
@@ -343,7 +344,7 @@ def render(request: JobRequest) -> str:
     exclude_files = [str(expand_path(name).absolute()) for name in request.placement.exclude_files]
     return render_template(
         "slurm.sh.j2",
-        lambda value: shlex.quote(str(value)),
+        quote_shell,
         options=options,
         exports=[Markup(line) for line in _exports(request)],
         srun=Markup(shlex.join(srun)),

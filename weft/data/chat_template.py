@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,7 @@ def find_own_template(directory: Path) -> str | None:
     return template if isinstance(template, str) and not GENERATION.search(template) else None
 
 
+@lru_cache(maxsize=32)  # compiling a template of a large model takes 60 ms
 def _compile_template(source: str) -> Any:
     """Compile a template in the sandbox, with the features that Hugging Face provides.
 
