@@ -67,7 +67,6 @@ def test_nearest_key_another_thing_is_offered_no_key(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "optim.ema_decay",
         "--rampup-batch-size",
         "checkpoint.keep_every",
         "train.eval_tasks",

@@ -211,7 +211,7 @@ class Sums:
         """Return the losses of microbatches, whose two inputs are one tensor."""
         self.param.grad = None
         inputs = [torch.full((size,), float(scale)) for scale in scales]
-        self.graphs.begin_step([(x[-3:], x, 2) for x in inputs], [()] * len(inputs))
+        self.graphs.begin_passes([(x[-3:], x, 2) for x in inputs], [()] * len(inputs))
         return [self.graphs(index).item() for index in range(len(inputs))]
 
 
@@ -236,7 +236,7 @@ def test_graphs_add_to_a_gradient_that_is_there() -> None:
     for grad, expected in ((static, 4.0), (torch.full((3,), 7.0), 9.0)):
         sums.param.grad = grad
         inputs = torch.ones(3)
-        sums.graphs.begin_step([(inputs[-3:], inputs, 2)], [()])
+        sums.graphs.begin_passes([(inputs[-3:], inputs, 2)], [()])
         sums.graphs(0)
         assert sums.param.grad is static
         assert static.tolist() == [expected] * 3

@@ -76,13 +76,29 @@ def test_source_loss_without_recorded_bytes_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp_shard2 tp2", "pp2", pytest.param("cp2 tp2", marks=pytest.mark.slow)]
+    "layout",
+    [
+        "dp_shard2 tp2",
+        "pp2",
+        pytest.param("cp2 tp2", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluate_in_every_layout_is_the_same(layout: str, run: Path, store_path: Path) -> None:
     subset = ("train.eval_sequences", "9")
     (expected,) = run_ranks(evaluate_store, 1, str(run), str(store_path), [subset])
     ranks, overrides = parse(layout)
     for ours in run_ranks(evaluate_store, ranks, str(run), str(store_path), [*overrides, subset]):
+        assert ours == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluate_tied_embeddings_on_one_rank_of_a_pipeline_are_the_same(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """The first and the last stage are on one rank, with two copies of the table."""
+    tied = str(random_run(tmp_path / "run", store_path, ("model.tied_embeddings", "true")))
+    ranks, overrides = parse("pp2 pipeline.schedule=ZBVZeroBubble")
+    (expected,) = run_ranks(evaluate_store, 1, tied, str(store_path), [])
+    for ours in run_ranks(evaluate_store, ranks, tied, str(store_path), overrides):
         assert ours == pytest.approx(expected, rel=1e-6)
 
 

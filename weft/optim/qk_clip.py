@@ -385,6 +385,8 @@ class QKClip(StepHook):
 
     def fields(self, values: Sequence[float]) -> dict[str, Any]:
         """Return the largest logit, and if asked for, that of each layer."""
+        if not values:
+            return {}
         name = "max_attention_logit"
         layers = {f"{name}/{layer}": x for layer, x in zip(self.layers, values, strict=True)}
         logits = {name: max(values)} | (layers if self._by_layer else {})

@@ -2,7 +2,7 @@
 
 After each update the average moves by ``1 - optim.ema_decay`` of its distance to the weights.  It
 is in float32, sharded like its parameter, and part of the optimizer's state under `AVERAGE`: so a
-checkpoint has it, and any layout loads it.  It begins as the weights after the first update.
+checkpoint has it, and any layout loads it.  It begins as the weights after the first call.
 Training and its evaluations use the weights themselves; what only reads the model of a checkpoint
 (generate, evaluate, export) reads the average.
 """
@@ -41,6 +41,7 @@ class WeightAverage(StepHook):
                 continue
             weight, average = to_local(param).detach(), state.get(AVERAGE)
             if average is None or to_local(average).device != weight.device:
+                # `zeros`, by which the planner's trace recognizes optimizer state.
                 state[AVERAGE] = torch.zeros_like(param.detach())
                 local = to_local(state[AVERAGE])
                 local.copy_(weight if average is None else to_local(average))
@@ -49,6 +50,6 @@ class WeightAverage(StepHook):
 
 
 def averaged_name(saved: Collection[str], name: str) -> str:
-    """Return the name of the average of ``model.<name>`` in a checkpoint, if it has one."""
+    """Return the name of the average of ``model.<name>``, if it is saved."""
     average = f"optim.{name.removeprefix('model.')}.{AVERAGE}"
     return average if average in saved else name

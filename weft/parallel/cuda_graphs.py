@@ -144,10 +144,10 @@ class MicrobatchGraphs:
         self._keys: list[Hashable] = []
         self._uses_graphs = False
 
-    def begin_step(
+    def begin_passes(
         self, microbatches: Sequence[Any], positions: Sequence[Hashable], can_replay: bool = True
     ) -> None:
-        """Begin a step.
+        """Begin the passes of a step.
 
         Args:
             microbatches: inputs of the function.

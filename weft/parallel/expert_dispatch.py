@@ -202,7 +202,7 @@ class Overflow(StepHook):
     """Compute a step again with exact sizes if the rows for a rank did not fit.
 
     Attributes:
-        count: int64 scalar on the device: such pairs of ranks since the last check.
+        count: int64 scalar on the device: pairs of ranks whose rows did not fit.
         is_exact: dispatchers exchange exact sizes.
     """
 
@@ -211,8 +211,8 @@ class Overflow(StepHook):
         self.is_exact = False
         self._num_steps = 0
 
-    def begin_step(self) -> None:
-        """Exchange fixed sizes, also after a step that was abandoned."""
+    def abandon(self) -> None:
+        """Exchange fixed sizes."""
         self.is_exact = False
 
     def end_passes(self) -> bool:

@@ -20,7 +20,7 @@ keeps the weight and its name.  `weft.plan.matrices` chooses the layers.
 halves the bytes, if all ranks agree on the scale.  FSDP asks a shard for gather hooks.  torchao
 provides the hooks by a tensor subclass, which all code that saves, compares, initializes or updates
 parameters would see.  Here the shard stays a plain tensor, and torchao's hooks are attributes of
-it.  They gather uint8, because gloo has no float8.  `Float8AllGather.update_scales` computes all
+it.  They gather uint8, because gloo has no float8.  `Float8AllGather.begin_step` computes all
 scales with one max-reduction, before the first gather of each pass through the model.  It does not
 run after the optimizer step, so code that changes weights (a skipped step, a checkpoint, a replica)
 needs no call.  Weights that do not shard evenly are gathered in high precision.

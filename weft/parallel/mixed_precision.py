@@ -66,6 +66,10 @@ class ComputeCopies(StepHook):
         restore_parameters(self.model)
         return False
 
+    def abandon(self) -> None:
+        """Restore the parameters."""
+        restore_parameters(self.model)
+
     def _copy(self, param: nn.Parameter) -> nn.Parameter:
         copy = nn.Parameter(param.to(self.dtype), param.requires_grad)
         if param.requires_grad:

@@ -1,17 +1,20 @@
 """Calls of techniques in a training step, beside the model's forward and backward.
 
-`weft.train.step_hooks` lists the hooks of a run.  The training step and the loop call them in its
-order, and know no technique by name.  So do `weft verify` and the planner, which run the same step:
+`weft.train.step_hooks` lists the hooks of a run.  The training step and the loop call them in the
+order of that list, and know no technique by name:
 
     begin_step                       the weights of the step are final; before an evaluation, too
-      begin_passes(num_sequences)    all microbatches are about to run
+      begin_passes(num_sequences)    all microbatches are about to run, perhaps for the second time
       (forward and backward)
-      end_passes -> repeat           True: the gradients are deleted, and the passes run again
-    reduce -> tensors                sum what this rank counted over the ranks, before the update
+      end_passes -> repeat           True: the gradients are deleted, and the passes run once more
+    reduce -> tensors                sum over the ranks what this one has counted
     measure -> values                for the record of the step, if it is recorded
     update(skip)                     the optimizer has changed the weights
 
-The loop may compute a step twice, so only `update` may change what outlives a step.
+A stop abandons the passes: then `abandon` is called instead of `end_passes` and what follows.  The
+loop may also compute a step twice, or not apply it: then `update` is not called.  So only `update`
+may change weights for good.  `weft verify` calls all but `measure`, the planner's trace all but
+`reduce` and `measure`.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ T = TypeVar("T")
 class StepHook:
     """Calls of a training step, which do nothing by default.
 
-    A technique overrides what it needs.  Every rank calls every method at the same time, so all of
-    them may be collectives.
+    A technique overrides what it needs.  All ranks have the same hooks and call them in the same
+    order, so every method may be a collective.
     """
 
     def begin_step(self) -> None:
         """Prepare for the weights of a step, or of an evaluation."""
 
     def begin_passes(self, num_sequences: Tensor) -> None:
-        """Forget earlier passes.
+        """Prepare for the passes of all microbatches, and forget earlier ones.
 
         Args:
             num_sequences: of the global batch, over all replica groups; a scalar on the device.
@@ -44,6 +47,9 @@ class StepHook:
     def end_passes(self) -> bool:
         """Return True, on all ranks, if forward and backward must run again."""
         return False
+
+    def abandon(self) -> None:
+        """Undo `begin_passes`, in the middle of the passes; not a collective."""
 
     def reduce(self, replica: int = 0, num_replicas: int = 1) -> list[Tensor]:
         """Sum the counts of the passes over the ranks of this replica group, in place.
@@ -65,12 +71,12 @@ class StepHook:
         """Return fields of a `weft.monitor.step_record.StepRecord`.
 
         Args:
-            values: those of `measure`, on the host.
+            values: those of `measure`, on the host; empty if the step was not measured.
         """
         return {}
 
     def update(self, skip: Tensor) -> None:
-        """Follow the update of the weights.
+        """Act after the optimizer's update of the weights.
 
         Args:
             skip: a bool on the device; true: the optimizer changed nothing.

@@ -47,6 +47,7 @@ from weft.tools.generate import ChatFormat
 from weft.tools.inference_model import CheckpointRef, LanguageModel, load_model_parts
 from weft.train.setup import Rank
 from weft.train.step import TrainStep
+from weft.train.step_hooks import build_hooks
 
 Json = dict[str, Any]
 
@@ -167,7 +168,8 @@ def evaluate_sources(
     if not plan.has_score_head:
         eval_job = replace(eval_job, train={"objective": "next_token"})
     eval_plan = dataclasses.replace(plan, job=eval_job)
-    train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device)
+    hooks = build_hooks(eval_plan, model_parts, mesh, family, rank.device)
+    train_step = TrainStep(model_parts, family, eval_plan, mesh, rank.device, hooks)
     splits: list[SplitName] = ["train", "validation"] if include_train else ["validation"]
     if not include_train and not (job.data.has_validation and dataset.has_validation):
         rule = "the run has no validation set (data.validation_fraction=0)"

@@ -260,9 +260,11 @@ class MetricLogger:
             self._metrics.take_means(),
             *(values for _, values in self._measured),
         )
+        # A stop may record a step that was not due, and not measured.
+        values_of = {hook: x for (hook, _), x in zip(self._measured, measured, strict=True)}
         technique_fields: dict[str, Any] = {}
-        for (hook, _), values in zip(self._measured, measured, strict=True):
-            technique_fields |= hook.fields(values)
+        for hook in self._train_step.hooks:
+            technique_fields |= hook.fields(values_of.get(hook, []))
         enter_phase("log")
         fault_point("tell")
         layer_names = self._layer_grad_norms.names if self._layer_grad_norms else []

@@ -240,9 +240,9 @@ def build(plan: Plan, rank: Rank, backend: Backend = DEVICE_BACKEND) -> Built:
     )
     if hasattr(optimizer, "run_compiled"):
         optimizer.run_compiled = backend.run_compiled
-    hooks = list(build_hooks(plan, model_parts, mesh, family, rank.device, optimizer))
+    hooks = build_hooks(plan, model_parts, mesh, family, rank.device, optimizer)
     train_step = TrainStep(
-        model_parts, family, plan, mesh, rank.device, backend.run_compiled, hooks
+        model_parts, family, plan, mesh, rank.device, hooks, backend.run_compiled
     )
     decay = lookup(job.optim.schedule, SCHEDULES)
     return Built(plan, model_parts, mesh, train_step, optimizer, decay)

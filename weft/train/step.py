@@ -94,8 +94,8 @@ class TrainStep:
         plan: Plan,
         mesh: Mesh,
         device: torch.device,
+        hooks: Iterable[StepHook],
         run_compiled: RunCompiled = run_compiled,
-        hooks: Sequence[StepHook] = (),
     ) -> None:
         job = plan.job
         self.hooks = list(hooks)
@@ -213,12 +213,13 @@ class TrainStep:
             divisors = divisors.float()  # as the losses
         microbatches = [microbatch._replace(divisors=divisors) for microbatch in microbatches]
         losses, must_repeat = self._compute_gradients(microbatches, sequences, check_stop)
-        while must_repeat:
+        if must_repeat:
             for part in self.model_parts:
                 part.zero_grad()
             losses, must_repeat = self._compute_gradients(
                 microbatches, sequences, check_stop, is_repeated=True
             )
+            assert not must_repeat, "a hook asks twice for the passes of a step"
         if self.plan.world_size_invariant and losses:
             return self._sum_in_order([loss.detach() for loss in losses])
         return self._local_loss(losses)
@@ -256,7 +257,7 @@ class TrainStep:
         if self.graphs is not None:
             # FSDP gathers parameters in the first microbatch, and frees them in the last.
             ends = [(i == 0, i == last) if self.plan.uses_fsdp else () for i in range(last + 1)]
-            self.graphs.begin_step(microbatches, ends, can_replay=not is_repeated)
+            self.graphs.begin_passes(microbatches, ends, can_replay=not is_repeated)
         for index, microbatch in enumerate(microbatches):
             for part in self.model_parts:
                 set_gradient_sync(part, index == last, self.plan.gradient_sync)
@@ -289,6 +290,8 @@ class TrainStep:
 
     def abandon(self) -> None:
         """Free the parameters that an abandoned pass has gathered; see `reshard`."""
+        for hook in self.hooks:
+            hook.abandon()
         for part in self.model_parts:
             part.train()
             reshard(part)

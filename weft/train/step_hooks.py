@@ -1,4 +1,4 @@
-"""The hooks of a run's techniques, in the order of their calls: see `StepHook`."""
+"""The hooks of a run's techniques, in the order of the calls of `StepHook`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ def build_hooks(
     mesh: Mesh,
     family: Family,
     device: torch.device,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None = None,
 ) -> Iterator[StepHook]:
-    """Yield the hooks of a plan; their parameters are allocated.
+    """Yield the hooks of a plan; the model's parameters must be allocated.
 
     Each hook has its technique's file, which is imported only if the plan has the technique.
+
+    Args:
+        plan: of the run.
+        model_parts: this rank's parts of the model.
+        mesh: coordinates of this rank.
+        family: of the model.
+        device: of the parameters.
+        optimizer: None: the model is only evaluated.
     """
     job = plan.job
     if plan.float8_all_gather:
         from weft.parallel.float8 import Float8AllGather
 
         yield Float8AllGather(model_parts)
-    # Copies of a tied parameter are updated before, and their gradients summed after all passes.
+    # Copied before all passes; their gradients are summed after them.
     if plan.tied_ranks:
         from weft.parallel.tied_parameters import TiedParameters
 
@@ -53,11 +61,11 @@ def build_hooks(
 
         yield QKClip(plan, model_parts, mesh, device)
     # After QK-clip, which changes weights.
-    if job.optim.ema_decay:
+    if job.optim.ema_decay and optimizer is not None:
         from weft.optim.weight_average import WeightAverage
 
         yield WeightAverage(optimizer, job.optim.ema_decay)
-    # Last, because it may ask for the passes to be repeated.
+    # May ask for the passes to be repeated; the other hooks then begin them again.
     if plan.ep > 1:
         from weft.parallel.dispatchers import find_overflow
 
