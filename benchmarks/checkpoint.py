@@ -38,9 +38,9 @@ from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.reader import read_job
 from weft.data.loader import Batch
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import Built, Rank, build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import Built, Rank, build
 
 BLOCK = 16 << 20
 

@@ -36,8 +36,8 @@ import torch
 
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import write_json
-from weft.tools.shrink import plan_for_recipe
-from weft.tools.verify import read_recipe, verify
+from weft.verification.shrink import plan_for_recipe
+from weft.verification.verify import read_recipe, verify
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parent.parent / "docs" / "composability.md"

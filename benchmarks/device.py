@@ -3,7 +3,7 @@
     python benchmarks/device.py                                  one device
     torchrun --nproc-per-node 8 benchmarks/device.py --write     with the links of a node
 
-The benchmark prints an entry for `weft/plan/clusters.toml`, next to the values of that table.
+The benchmark prints an entry for `weft/planning/clusters.toml`, next to the values of that table.
 ``--write`` appends the entry to the user's clusters.toml, which every plan reads; an existing entry
 is not changed.  On a CPU, matmuls are float32, with as many threads as a rank of `weft train`.
 
@@ -32,7 +32,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from weft.estimate.device_speed import matmul_flops, median_seconds, memory_bandwidth
-from weft.plan.devices import CPU_DEVICE, GIB, Device, get_device, match_device, user_cluster_files
+from weft.planning.devices import (
+    CPU_DEVICE,
+    GIB,
+    Device,
+    get_device,
+    match_device,
+    user_cluster_files,
+)
 
 
 def in_float8(a: Tensor, b: Tensor) -> Callable[[], Tensor]:

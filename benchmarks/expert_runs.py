@@ -142,7 +142,7 @@ def common_keys(steps: int, directory: Path) -> dict[str, Any]:
 
 def run_weft(keys: dict[str, Any], directory: Path) -> list[float]:
     """Train in one layout; return the loss of every step."""
-    from weft.monitor.jsonl_reader import read_records
+    from weft.records.jsonl_reader import read_records
 
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1} | keys
     full = {key if "." in key else f"parallel.{key}": value for key, value in degrees.items()}

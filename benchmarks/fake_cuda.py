@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.fake_cuda import count
 from weft.config.reader import read_job, recipe_names
-from weft.plan.devices import CPU_DEVICE, parse_cluster
+from weft.planning.devices import CPU_DEVICE, parse_cluster
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")

@@ -49,21 +49,21 @@ from benchmarks.gpu_check_stages import (
     parse_keys,
     resolve_keys,
 )
-from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
-from weft.cluster.device_benchmark import last_line
-from weft.cluster.doctor import collect_job_facts, count_visible_gpus
-from weft.cluster.node_checks import run_checks
-from weft.cluster.node_facts import Directory
+from weft.comparison.experiment import failure_reason
 from weft.config.errors import InvalidConfig, WeftError
+from weft.config.exit_statuses import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.files import expand_path, replace_text, write_json
 from weft.config.locks import unwritable_error
 from weft.config.reader import read_job
 from weft.config.schema import Job
 from weft.config.schema import replace as changed
+from weft.doctor.device_benchmark import last_line
+from weft.doctor.doctor import collect_job_facts, count_visible_gpus
+from weft.doctor.node_checks import run_checks
+from weft.doctor.node_facts import Directory
 from weft.monitor.process import PYTHON, die_with_parent
-from weft.plan.devices import GIB
-from weft.tools.experiment import failure_reason
-from weft.train.machine import detect_machine, explain_unused_gpus
+from weft.planning.devices import GIB
+from weft.training.machine import detect_machine, explain_unused_gpus
 
 MIN_STAGE_SECONDS = 30.0  # a stage does not start with less time left
 PLAN_SECONDS = 90.0

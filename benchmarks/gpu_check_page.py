@@ -15,10 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks.gpu_check_results import Row, StageResult, divide
-from weft.cluster.node_facts import Facts, Finding
 from weft.config.files import only_finite
-from weft.plan.devices import GIB
-from weft.train.run_dir import git_commit
+from weft.doctor.node_facts import Facts, Finding
+from weft.planning.devices import GIB
+from weft.training.run_dir import git_commit
 from weft.version import __version__
 
 SPEED = ("tokens/s per device", "MFU, %", "memory, GiB")  # quantities with a table of their own

@@ -16,15 +16,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from weft.cluster.device_checks import find_device_spec
-from weft.cluster.node_facts import Directory, Facts
 from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
+from weft.doctor.device_checks import find_device_spec
+from weft.doctor.node_facts import Directory, Facts
 from weft.estimate.cost import STREAM_EFFICIENCY
-from weft.monitor.jsonl_reader import is_number
 from weft.monitor.profiler import LABELS
-from weft.monitor.run_reader import RunReader
-from weft.plan.devices import GIB
+from weft.planning.devices import GIB
+from weft.records.jsonl_reader import is_number
+from weft.records.run_reader import RunReader
 
 LOSS_RECORDS = 50  # at the end of a run, whose losses are averaged
 TRAINED_BYTES = 12  # per parameter in a checkpoint: the parameter and two moments, in float32

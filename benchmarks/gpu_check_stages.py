@@ -24,8 +24,8 @@ from benchmarks.gpu_check_results import (
     read_speed,
     read_test_counts,
 )
-from weft.cluster.node_facts import Directory
 from weft.data.stories import stories
+from weft.doctor.node_facts import Directory
 
 
 def trial_texts() -> Iterator[str]:

@@ -33,9 +33,9 @@ from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
 from weft.optim.optimizer import build_adamw
 from weft.parallel.float8 import apply_float8
-from weft.plan.devices import GIB
-from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
-from weft.train.setup import fastest_attention
+from weft.planning.devices import GIB
+from weft.training.loss import chunk_tokens, cross_entropy, linear_cross_entropy
+from weft.training.setup import fastest_attention
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -31,7 +31,7 @@ def run_rank(rank: int, ranks: int, device_type: str, store: str) -> None:
     backend, bound = "gloo", None
     if device_type == "cuda":
         torch.cuda.set_device(device)
-        backend, bound = "cpu:gloo,cuda:nccl", device  # as `weft.train.setup.connect`
+        backend, bound = "cpu:gloo,cuda:nccl", device  # as `weft.training.setup.connect`
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",

@@ -45,10 +45,10 @@ def write_model(directory: Path, shape: dict[str, Any]) -> tuple[dict[str, Any],
     from tokenizers.models import WordLevel
 
     from weft.checkpoint.weight_files import Weight, write_weight_files
+    from weft.conversion.hf_weights import list_hf_tensors
     from weft.models import FAMILIES
     from weft.models.decoder_config import DecoderConfig
     from weft.models.hf_mapping import to_hf_config
-    from weft.tools.hf_weights import list_hf_tensors
 
     fields: dict[str, Any] = {"vocab_size": VOCABULARY, "max_seq_len": 1024}
     fields |= {"rope_scaling": "none"} | shape

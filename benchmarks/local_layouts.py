@@ -6,7 +6,7 @@ All layouts train the same recipe at the same global batch size.  Each round sta
 once, in random order, as ``weft train`` in its own run directory.  A layout's speed is the median
 of its steps' ``step_seconds`` after the first ten.  The table has the median over the rounds, the
 ratio to one process in the same round (median, minimum and maximum), and the processor time of a
-step.  ``run.nproc_per_node = auto`` follows this table (`weft.plan.resolve`).
+step.  ``run.nproc_per_node = auto`` follows this table (`weft.planning.resolve`).
 """
 
 from __future__ import annotations

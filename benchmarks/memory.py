@@ -25,10 +25,10 @@ from weft.config.reader import read_job
 from weft.config.schema import RunSection
 from weft.data.loader import Batch
 from weft.estimate.forecast import forecast
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.train.machine import detect_machine
-from weft.train.setup import Built, Rank, build
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.training.machine import detect_machine
+from weft.training.setup import Built, Rank, build
 
 VARIANTS = {
     "none": {},

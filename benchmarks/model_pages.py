@@ -32,8 +32,8 @@ from weft.config.reader import read_job  # noqa: E402
 from weft.estimate.cost import device_spec  # noqa: E402
 from weft.estimate.forecast import forecast  # noqa: E402
 from weft.models import FAMILIES  # noqa: E402
-from weft.plan.plan import Machine  # noqa: E402
-from weft.plan.plan_text import plan_recipe  # noqa: E402
+from weft.planning.plan import Machine  # noqa: E402
+from weft.planning.plan_text import plan_recipe  # noqa: E402
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGES_DIR = ROOT / "docs" / "models"

@@ -34,7 +34,7 @@ from benchmarks.gpu_check_stages import (
     Stage,
 )
 from benchmarks.h200 import CPU_LAYERS, TITAN_FLOAT8, torchtitan
-from weft.cluster import HUNG
+from weft.config.exit_statuses import HUNG
 
 MINUTES = 60
 MACHINE_SECONDS = 90.0  # the checks of weft doctor, which are no stage

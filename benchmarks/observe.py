@@ -38,12 +38,12 @@ from typing import Any
 
 import torch
 
+from weft.comparison.verdict import confidence_interval
 from weft.config.schema import Job
-from weft.monitor.span_reader import read_spans
 from weft.monitor.spans import SpanWriter, span, spans_path
 from weft.monitor.step_record import StepRecord
 from weft.monitor.step_timer import PHASES
-from weft.tools.verdict import confidence_interval
+from weft.records.span_reader import read_spans
 
 WARM = 40  # warm-up steps, which are not measured
 TICKS = os.sysconf("SC_CLK_TCK")

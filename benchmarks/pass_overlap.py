@@ -26,7 +26,7 @@ from tests.harness import run_ranks
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.config.schema import DataSection
 from weft.data.prepare import prepare_store
-from weft.train.setup import build
+from weft.training.setup import build
 
 ROOT = Path(__file__).parent.parent
 JOB: Overrides = [

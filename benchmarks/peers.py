@@ -21,7 +21,7 @@ with a norm of a thousand multiplies that difference.  weft is therefore compare
 that clips by a norm in float64; its time is not measured.
 
     bare loop         the least code, around weft's model
-    weft              `weft.train.loop.train`, as in `weft train`, with three sinks
+    weft              `weft.training.loop.train`, as in `weft train`, with three sinks
     Accelerate        the bare loop with prepare, backward and clip_grad_norm_, around weft's model
     Fabric            the same with Lightning's Fabric, around weft's model
     Lightning         its Trainer around weft's model; without progress bar, summary, checkpoints
@@ -78,8 +78,8 @@ from weft.data.prepare import prepare_store
 from weft.data.token_store import open_store
 from weft.models import load_family
 from weft.parallel.initialization import init_params
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
 
 # Allowed difference of the losses of a fixed batch, and relative difference of the norms of all
 # parameters. Both differ by rounding, which grows with training: after too many steps it cannot be
@@ -351,10 +351,10 @@ def deepspeed(work: Work, stage: int) -> None:
 def weft(work: Work) -> None:
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
-    from weft.train import loop
-    from weft.train import run as weft_run
-    from weft.train.setup import Built
-    from weft.train.setup import connect as connect_ranks
+    from weft.training import loop
+    from weft.training import run as weft_run
+    from weft.training.setup import Built
+    from weft.training.setup import connect as connect_ranks
 
     in_run: Any = weft_run  # names in this module are replaced
     in_loop: Any = loop

@@ -35,9 +35,9 @@ import numpy as np
 
 from weft.estimate.analytic import RESERVED_RATIO, DecoderFormulas, peak_activations
 from weft.estimate.cost import Collective, Hardware, Matmul, Overlap, Precision, Work
-from weft.plan.devices import GIB, Device, load_clusters
-from weft.plan.pipeline_schedule import Action, stage_indices
-from weft.plan.plan import Plan
+from weft.planning.devices import GIB, Device, load_clusters
+from weft.planning.pipeline_schedule import Action, stage_indices
+from weft.planning.plan import Plan
 
 Row = dict[str, str]
 

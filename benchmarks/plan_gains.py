@@ -21,9 +21,9 @@ import torch
 from weft.estimate.analytic import DecoderFormulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import forecast
-from weft.plan.devices import match_device
-from weft.plan.plan_text import plan_recipe
-from weft.train.machine import detect_machine
+from weft.planning.devices import match_device
+from weft.planning.plan_text import plan_recipe
+from weft.training.machine import detect_machine
 
 PAPER = "TorchTitan, arXiv:2410.06511"
 REPOSITORY = "TorchTitan, benchmarks/llama3_h100_202412_torchtitan.md"

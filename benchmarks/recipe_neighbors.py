@@ -43,12 +43,12 @@ from weft.estimate.advice import (
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware, device_spec
 from weft.estimate.forecast import Forecast, forecast
-from weft.plan.devices import GIB, Device
-from weft.plan.model_config import REQUIRED
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import resolve
-from weft.train.machine import detect_machine
+from weft.planning.devices import GIB, Device
+from weft.planning.model_config import REQUIRED
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
+from weft.planning.resolve import resolve
+from weft.training.machine import detect_machine
 
 RESULTS = Path(__file__).with_suffix(".json")
 # Fraction of the device's memory that a neighbor leaves free: fragmentation, NCCL, other batches.

@@ -8,7 +8,7 @@ that the time is that of the host.  The exponent of growth is fitted by least sq
 logarithms of the three largest sizes, because constant costs dominate smaller sizes.
 
     start      planning, the mesh, the model on meta, sharding, initial weights
-    step       a batch, forward and backward, clipping, AdamW, as in `weft.train.loop`
+    step       a batch, forward and backward, clipping, AdamW, as in `weft.training.loop`
     own        the part of weft in a step: all but model and loss, autograd, and the optimizer
     record     the straggler check of a record, over all ranks
     memory     growth of the process's peak resident size since the imports
@@ -46,9 +46,9 @@ from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import reduce_result
 from weft.monitor.stragglers import StragglerDetector, gather_rows
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import Rank, build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import Rank, build
 
 LIMIT = 1.1  # largest exponent
 SHARDS = 16  # the most ranks that shard a replica, so that shards do not become empty

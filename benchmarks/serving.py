@@ -29,10 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from tests.models.test_families import KINDS, transformers_model  # noqa: E402
 from tests.models.test_family_generation import save_tokenizer, weft_tokens  # noqa: E402
+from weft.conversion.hf_convert import export_checkpoint  # noqa: E402
+from weft.conversion.hf_import import import_model  # noqa: E402
 from weft.models import FAMILIES  # noqa: E402
 from weft.models.hf_mapping import to_hf_config  # noqa: E402
-from weft.tools.hf_convert import export_checkpoint  # noqa: E402
-from weft.tools.hf_import import import_model  # noqa: E402
 
 MAX_TOKENS = 20
 LENGTHS = (1, 5, 300)  # of the prompts; the window of a toy has 256 tokens

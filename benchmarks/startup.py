@@ -21,8 +21,8 @@ from importlib.metadata import version
 MODULES = (
     "torch",
     "torch.distributed.fsdp",
-    "weft.train.loop",
-    "weft.cluster.start",
+    "weft.training.loop",
+    "weft.supervision.start",
     "weft.cli.main",
 )
 

@@ -48,11 +48,11 @@ from weft.config.reader import read_job
 from weft.monitor.process import die_with_parent
 from weft.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Groups, build_mesh, create_mesh
 from weft.parallel.private import create_tcp_store
-from weft.plan.devices import parse_cluster
-from weft.plan.placement import AXES
-from weft.plan.plan import Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
+from weft.planning.devices import parse_cluster
+from weft.planning.placement import AXES
+from weft.planning.plan import Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)

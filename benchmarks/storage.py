@@ -51,7 +51,7 @@ from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.config.storage import create_file, open_directory, remove
 from weft.data.tokenizer_training import train_tokenizer
-from weft.train.setup import Built
+from weft.training.setup import Built
 
 BUCKET = "s3://bench"
 # Seconds per operation at 1,500 metadata IOPS; an unlink is one IOPS, a directory or rename ten.

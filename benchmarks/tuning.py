@@ -104,7 +104,7 @@ class Turn:
 
 
 def job_of(directory: Path, steps: int) -> Any:
-    from weft.train.job_checks import prepare_job
+    from weft.preparation.job_checks import prepare_job
 
     overrides = {
         "data.format": "chat",
@@ -134,9 +134,9 @@ def weft(directory: Path, steps: int, turn: Turn) -> None:
     from weft.data.prepare import prepare_data
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
-    from weft.train import loop
-    from weft.train import run as weft_run
-    from weft.train.setup import connect
+    from weft.training import loop
+    from weft.training import run as weft_run
+    from weft.training.setup import connect
 
     base, plan = job_of(directory, steps)
     job = plan.job
@@ -285,7 +285,7 @@ def main() -> None:
         directory = Path(name)
         write_conversations(directory / "chat.jsonl")
         write_model(directory / "theirs", directory / "chat.jsonl")
-        from weft.tools.hf_import import import_model
+        from weft.conversion.hf_import import import_model
 
         import_model(directory / "theirs", directory / "run", lambda progress: None)
         context = multiprocessing.get_context("spawn")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.shard_files import shard_name
 from weft.monitor.faults import SITES
-from weft.plan.pipeline_schedule import PipelineSchedule, build_schedule, execution_order
-from weft.plan.placement import MESH_ORDERS, rank_to_coordinates
-from weft.plan.plan import Machine, Plan
+from weft.planning.pipeline_schedule import PipelineSchedule, build_schedule, execution_order
+from weft.planning.placement import MESH_ORDERS, rank_to_coordinates
+from weft.planning.plan import Machine, Plan
 
 Line = str
 
@@ -73,7 +73,7 @@ def drawing(name: str, width: float, height: float, lines: list[Line], alt: str,
 
 def plan_on_cluster(recipe: str, cluster: str, keys: dict[str, str]) -> Plan:
     """Return the plan of a recipe with other keys, as ``weft plan`` makes it."""
-    from weft.plan.plan_text import plan_recipe
+    from weft.planning.plan_text import plan_recipe
 
     def no_machine(section: object) -> Machine:
         raise AssertionError("the cluster replaces this machine")
@@ -229,10 +229,10 @@ def pipeline() -> str:
         f"schedules. Share of idle time: {', '.join(bubbles)}."
     )
     note = (
-        f"The actions that the engine runs (<code>weft.plan.pipeline_schedule</code>), for {pp} "
-        f"ranks and {num_microbatches} microbatches, with time to the right. The number is the "
-        "microbatch. A backward is drawn twice as long as a forward, two stages together as long "
-        "as one, and sending takes no time."
+        "The actions that the engine runs (<code>weft.planning.pipeline_schedule</code>), for "
+        f"{pp} ranks and {num_microbatches} microbatches, with time to the right. The number is "
+        "the microbatch. A backward is drawn twice as long as a forward, two stages together as "
+        "long as one, and sending takes no time."
     )
     return drawing("pipeline", left + 806, y + 24, lines, alt, note)
 
@@ -265,14 +265,14 @@ def step() -> str:
         ),
         (
             "Forward",
-            exists("train.step", "TrainStep.forward_backward"),
+            exists("training.step", "TrainStep.forward_backward"),
             f"dp_shard {plan.dp_shard}: all-gather each block's weights in {plan.compute_dtype}; "
             f"tp {plan.tp}: exchange activations",
             "logits of some tokens at a time",
         ),
         (
             "Loss",
-            exists("train.loss", "cross_entropy"),
+            exists("training.loss", "cross_entropy"),
             "all ranks: the number of valid tokens",
             "the loss as a sum, divided once by that number",
         ),
@@ -296,7 +296,7 @@ def step() -> str:
         ),
         (
             "Log and save, where due",
-            exists("train.metric_logger", "MetricLogger"),
+            exists("training.metric_logger", "MetricLogger"),
             "rank 0 gathers times; each rank writes its shards",
             "",
         ),

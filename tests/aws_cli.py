@@ -23,7 +23,7 @@ from botocore import xform_name
 from botocore.exceptions import ClientError
 from botocore.session import Session
 
-from weft.cluster.sagemaker_request import to_python
+from weft.submission.sagemaker_request import to_python
 
 GLOBAL = ("region", "query", "output", "cli-input-json")
 # Commands that the command line has beyond the models, and the options of each that may be used.

@@ -39,11 +39,11 @@ from tests.small import SMALL
 from tests.tools.test_hf_convert import tiny_dir
 from weft.cli.command_parser import CommandParser
 from weft.cli.main import build_parser, main
-from weft.cluster import INTERRUPTED, REQUEUE
 from weft.config.escaping import escape_controls
+from weft.config.exit_statuses import INTERRUPTED, REQUEUE
 from weft.config.reader import recipe_names
 from weft.config.schema import keys
-from weft.monitor.run_cost import LAUNCH_FILE
+from weft.records.run_cost import LAUNCH_FILE
 
 MEMORY_BYTES = 6 << 30  # of address space, beyond what the process has
 MANY_FILES = 2000

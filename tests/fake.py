@@ -7,8 +7,8 @@ from collections import Counter
 from weft.config.schema import Job
 from weft.estimate.op_recorder import OpRecorder
 from weft.estimate.trace import axis_groups, record_step
-from weft.plan.plan import Plan
-from weft.train.setup import Built
+from weft.planning.plan import Plan
+from weft.training.setup import Built
 
 
 def counted_step(

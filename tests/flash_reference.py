@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.models import varlen_attention
-from weft.plan import rules
+from weft.planning import rules
 
 
 class FlashReference:

@@ -5,9 +5,9 @@
 
 Keys apply to every job.  The exit status is 1 if a job failed, crashed or timed out.
 
-`weft.tools.verify.verify` runs every job of `tests.job_space` as overrides of a recipe, so one
-command reproduces each failure.  Two jobs run at once, each in a process that was forked after all
-modules were imported.
+`weft.verification.verify.verify` runs every job of `tests.job_space` as overrides of a recipe, so
+one command reproduces each failure.  Two jobs run at once, each in a process that was forked after
+all modules were imported.
 
 A failure is shrunk by bisection: half of the overrides return to their defaults, then a quarter,
 down to single ones, as long as the job fails in the same way (`failure_kind`).  Ranks and steps
@@ -43,22 +43,22 @@ from tests.job_sizes import AXES
 from tests.job_space import RECIPE, RandomJob, draw_job, list_goals, technique_name
 from weft.cli.command_parser import CommandParser
 from weft.cli.option_values import parse_integer
-from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
+from weft.config.exit_statuses import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.monitor.process import die_with_parent
 from weft.monitor.terminal import quiet_console
 from weft.parallel.float8 import import_quietly
-from weft.plan.resolve import MAX_CPU_RANKS
-from weft.tools.local_ranks import RanksFailed, RanksTimedOut, preload_modules
-from weft.tools.verify import read_recipe, verify
-from weft.tools.verify_measure import Corruption
+from weft.planning.resolve import MAX_CPU_RANKS
+from weft.supervision.local_ranks import RanksFailed, RanksTimedOut, preload_modules
+from weft.verification.verify import read_recipe, verify
+from weft.verification.verify_measure import Corruption
 
 TIMEOUT, COMPILE_TIMEOUT = 120.0, 600.0  # seconds for the ranks of a job, without and with compile
 NUM_PROCESSES = 2
 SHRINK_RUNS = 60  # maximum number of jobs to shrink one failure
 
 FAILURE_STATUSES = ("failed", "crashed", "timed out")
-# Phrases of the reasons of `weft.tools.verify`.
+# Phrases of the reasons of `weft.verification.verify`.
 FIRST_DIFFERENCES = (
     "initial weights differ",
     "the forward pass first differs",
@@ -78,7 +78,7 @@ class FuzzSettings:
     ranks: int = 8
     steps: int = 2
     pinned: Mapping[str, str] = field(default_factory=dict)  # overrides of every job
-    corrupt: Corruption | None = None  # for tests; see `weft.tools.verify.verify`
+    corrupt: Corruption | None = None  # for tests; see `weft.verification.verify.verify`
 
     def draw(self, index: int) -> RandomJob:
         """Draw the job of an index."""

@@ -10,8 +10,8 @@
 
 Starting interpreters that import torch costs seconds per test.  So one *server*, a fresh
 interpreter, imports torch and weft once per session, and forks the ranks of every world with
-`weft.tools.local_ranks.run_ranks`, which takes some hundredths of a second.  That module has the
-rules for failures, timeouts and deaths of ranks.  Forking is safe only while the server has a
+`weft.supervision.local_ranks.run_ranks`, which takes some hundredths of a second.  That module has
+the rules for failures, timeouts and deaths of ranks.  Forking is safe only while the server has a
 single thread: it runs no tensor operation, makes no process group, and refuses to fork if a thread
 appears.
 
@@ -56,6 +56,11 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_CHARS = 8000  # of each rank, the last of what it printed
+# Packages of weft that are imported once for all ranks.
+PRELOADED_PACKAGES = (
+    *("models", "parallel", "data", "optim", "training", "preparation", "inference"),
+    *("conversion", "reporting", "verification", "comparison"),
+)
 MAX_LOG_LINES = 200  # of a traceback or of the output of a failed rank
 SETTLE_SECONDS = 5.0  # for the server to kill the ranks and exit
 START_SECONDS = 120.0  # for the server to import torch on a busy machine
@@ -251,13 +256,13 @@ def _import_modules() -> None:
         "tests.small",
         *(
             module.name
-            for directory in ("models", "parallel", "data", "optim", "train", "tools")
+            for directory in PRELOADED_PACKAGES
             for module in pkgutil.walk_packages(
                 [str(ROOT / "weft" / directory)], f"weft.{directory}."
             )
         ),
     ):
-        if name != "weft.tools.lm_eval_model" or importlib.util.find_spec("lm_eval"):
+        if name != "weft.inference.lm_eval_model" or importlib.util.find_spec("lm_eval"):
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
     gc.freeze()  # else a collection in a rank would copy every page of these modules
@@ -265,7 +270,7 @@ def _import_modules() -> None:
 
 def _run_world(request: dict[str, Any]) -> dict[str, Any]:
     """Fork a world, wait for its ranks, and kill all processes that remain."""
-    from weft.tools import local_ranks
+    from weft.supervision import local_ranks
 
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -320,7 +325,7 @@ def _call(request: dict[str, Any]) -> tuple[bytes, str]:
     dist.barrier()
     try:
         result = pickle.dumps(function(*args, **kwargs))
-    except WeftError as error:  # which `weft.tools.local_ranks` shows without a traceback
+    except WeftError as error:  # which `weft.supervision.local_ranks` shows without a traceback
         raise RuntimeError("".join(traceback.format_exception(error))) from None
     sys.stdout.flush()
     return result, log.read_text(errors="replace")[-OUTPUT_CHARS:].strip()

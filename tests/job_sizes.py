@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weft.models import FAMILIES
-from weft.plan.lora_plan import QUANT_BLOCK_SIZE
-from weft.plan.matrices import MOMENT_BLOCK_SIZE, required_multiple
+from weft.planning.lora_plan import QUANT_BLOCK_SIZE
+from weft.planning.matrices import MOMENT_BLOCK_SIZE, required_multiple
 
 OverrideMap = dict[str, str]  # key -> text, as on the command line
 AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")

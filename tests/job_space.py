@@ -31,9 +31,9 @@ from tests.job_sizes import AXES, OverrideMap, base_model, draw_sizes, parallel_
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.keys import Term, parse_condition
 from weft.models import FAMILIES
-from weft.plan.needs import key_facts, list_keys, list_settings
-from weft.tools.shrink import Case, plan_for_recipe, plan_resume_layout, shrink
-from weft.tools.verify import format_layout, read_recipe
+from weft.planning.needs import key_facts, list_keys, list_settings
+from weft.verification.shrink import Case, plan_for_recipe, plan_resume_layout, shrink
+from weft.verification.verify import format_layout, read_recipe
 
 RECIPE = "demo"
 

@@ -21,7 +21,7 @@ import torch
 from tests.covering import Case, cover_pairs
 from tests.harness import run_ranks
 from tests.small import Overrides, gradients, merged
-from weft.plan.pipeline_schedule import SCHEDULES
+from weft.planning.pipeline_schedule import SCHEDULES
 
 AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
 
@@ -59,7 +59,7 @@ def many_fused_gradients(
     compute: Compute, overrides: Overrides, store: str
 ) -> list[dict[str, Any]]:
     """Return gradients with the fused loss, which never holds all logits, and without it."""
-    from weft.train import step
+    from weft.training import step
 
     results = []
     for chunk in (8, 1 << 30):

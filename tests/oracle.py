@@ -60,10 +60,10 @@ from weft.optim.optimizer import (
     masked_step,
     set_learning_rate,
 )
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.train.reference_logprobs import log_probs
-from weft.train.setup import Built, Rank, build
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.training.reference_logprobs import log_probs
+from weft.training.setup import Built, Rank, build
 
 LIMIT = 1e-5  # of float32, relative to the largest entry
 UPDATE_LIMIT = 2e-4  # relative rounding of a weight is 6e-8, an update is 1e-3 of a weight
@@ -901,7 +901,7 @@ class _Comparison:
             expected = log_probs_of(losses_of(self.theirs, rows), rows)
         if not self.low and (known - expected).abs().max() > 1e-4:
             text = f"off by {float((known - expected).abs().max()):.2g} nats"
-            yield Departure("references", text, "train/reference_logprobs.py")
+            yield Departure("references", text, "training/reference_logprobs.py")
         # Perturb the references, as if training had changed the weights.
         random = torch.Generator().manual_seed(1)
         moved = expected + torch.randn(known.shape, generator=random)
@@ -961,7 +961,7 @@ class _Comparison:
         expected = torch.stack(columns).mean(1)
         off = float((sums[:, 0] / sums[:, 1] - expected).abs().max())
         if off > 1e-4:
-            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/loss.py")
+            yield Departure("metrics", f"step {step}: off by {off:.1e}", "training/loss.py")
 
     def _theirs(
         self, model: nn.Module, rows: Rows, references: Tensor | None
@@ -988,11 +988,11 @@ class _Comparison:
         alike = max(factors) - min(factors) < 1e-3 * abs(max(factors))
         dpo = self.job.train.objective == "dpo"
         if loss_off:
-            return ("train/loss.py" if dpo else "train/step.py"), "loss"
+            return ("training/loss.py" if dpo else "training/step.py"), "loss"
         if len(wrong) == len(grads) and alike:
-            return "train/step.py", "gradients"
+            return "training/step.py", "gradients"
         if len(wrong) == len(grads) or any("lm_head" in name for name in wrong):
-            return "train/loss.py", "gradients"
+            return "training/loss.py", "gradients"
         last = max(wrong, key=list(grads).index)
         # The layer right after a norm determines the norm's gradient.
         last = last.replace("post_attention_layernorm", "mlp")
@@ -1167,7 +1167,7 @@ class _Comparison:
             expected = losses_of(self.theirs, rows).sum() / (rows.targets != NONE).sum()
         off = abs(loss - expected.item())
         if not off <= (0.02 if self.low else LIMIT) * abs(expected.item()):
-            yield Departure("evaluation", f"{loss}, not {expected.item()}", "train/step.py")
+            yield Departure("evaluation", f"{loss}, not {expected.item()}", "training/step.py")
 
     def _watch_gates(self) -> dict[str, Tensor]:
         results: dict[str, Tensor] = {}

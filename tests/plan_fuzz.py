@@ -32,10 +32,10 @@ from tests.job_space import (
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import recipe_names
-from weft.plan.devices import load_clusters
-from weft.plan.needs import list_keys
-from weft.plan.plan_text import plan_recipe
-from weft.train.machine import detect_machine
+from weft.planning.devices import load_clusters
+from weft.planning.needs import list_keys
+from weft.planning.plan_text import plan_recipe
+from weft.training.machine import detect_machine
 
 # Values of keys whose type is not enough, or with values that only a GPU or a long run has.
 VALUES = {

@@ -17,7 +17,7 @@ from weft.config.schema import replace
 from weft.config.writer import to_toml
 from weft.models import load_family
 from weft.models.hf_mapping import param_shapes
-from weft.plan.model_config import resolve_model
+from weft.planning.model_config import resolve_model
 
 
 def random_run(directory: Path, store: Path, *overrides: tuple[str, str]) -> Path:

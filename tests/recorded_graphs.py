@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from weft.config import accelerators
 from weft.parallel.collectives import c10d_functional
 from weft.parallel.dtensor import to_local
-from weft.train import step
+from weft.training import step
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

@@ -19,10 +19,10 @@ from tests.job_space import candidate_values
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import SECTIONS
-from weft.plan.needs import list_keys
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve_nodes
-from weft.tools.adapter_path import adopt_paths
+from weft.conversion.adapter_path import adopt_paths
+from weft.planning.needs import list_keys
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve_nodes
 
 Overrides = tuple[tuple[str, str], ...]
 Change = dict[str, str | None]  # key to value; None: without the key

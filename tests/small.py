@@ -23,12 +23,12 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, build_mixture
 from weft.optim.optimizer import compute_grad_norm
 from weft.parallel.mesh import Mesh
-from weft.plan.model_config import REQUIRED
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.train import loop
-from weft.train.loop import train
-from weft.train.setup import Rank, build
+from weft.planning.model_config import REQUIRED
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.training import loop
+from weft.training.loop import train
+from weft.training.setup import Rank, build
 
 Overrides = list[tuple[str, str]]
 

@@ -40,12 +40,12 @@ from tests.small import (
 )
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.data.dataset import open_dataset
-from weft.monitor.run_reader import read_event_log
+from weft.inference import eval_text
+from weft.inference.eval_text import prompt_generator
+from weft.inference.generate import Sampling
 from weft.monitor.signals import listen
-from weft.tools import eval_text
-from weft.tools.eval_text import prompt_generator
-from weft.tools.generate import Sampling
-from weft.train.loop import train
+from weft.records.run_reader import read_event_log
+from weft.training.loop import train
 
 STEPS = 16
 JOB: Overrides = [

@@ -14,7 +14,7 @@ import pytest
 
 from weft.cli.main import build_parser, main
 from weft.config.reader import RECIPES_OF_METHODS, read_job
-from weft.plan.plan import Machine
+from weft.planning.plan import Machine
 
 
 def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -422,8 +422,8 @@ def test_train_prints_stages_and_warnings() -> None:
     from rich.console import Console
 
     from weft.monitor.terminal import quiet_console
-    from weft.plan.plan_text import plan_recipe
-    from weft.tools.run_summary import print_plan
+    from weft.planning.plan_text import plan_recipe
+    from weft.reporting.run_summary import print_plan
 
     overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]
     overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]

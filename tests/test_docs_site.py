@@ -20,7 +20,7 @@ from weft.config.reader import read_job
 from weft.config.schema import SECTIONS, keys
 from weft.models.decoder_config import DecoderConfig
 from weft.monitor.step_record import StepRecord
-from weft.plan.pipeline_schedule import build_schedule
+from weft.planning.pipeline_schedule import build_schedule
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -12,11 +12,11 @@ from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
-from weft.monitor.run_reader import RunReader
-from weft.plan.model_config import resolve_model
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.loop import train
+from weft.planning.model_config import resolve_model
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.records.run_reader import RunReader
+from weft.training.loop import train
 
 LOCAL = """
 import torch

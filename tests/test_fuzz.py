@@ -46,12 +46,12 @@ from weft.cli.main import main as weft
 from weft.cli.verify_command import parse_layout
 from weft.config.errors import InvalidConfig
 from weft.config.schema import flatten
-from weft.plan.needs import list_keys
-from weft.plan.plan import Plan
-from weft.tools import verify as verify_module
-from weft.tools import verify_measure as measure
-from weft.tools.verify import VerifyReport, read_recipe, verify
-from weft.train.setup import Built
+from weft.planning.needs import list_keys
+from weft.planning.plan import Plan
+from weft.training.setup import Built
+from weft.verification import verify as verify_module
+from weft.verification import verify_measure as measure
+from weft.verification.verify import VerifyReport, read_recipe, verify
 
 # --------------------------------------------------------------------------- the space
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.command_fuzz import PATHS_SEED, draw, fuzz, leaves, make_inputs
 from weft.cli.main import build_parser, main
-from weft.tools.hf_convert import path_exists
+from weft.conversion.hf_convert import path_exists
 
 FEW = 60
 MANY = 1200

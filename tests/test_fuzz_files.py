@@ -21,20 +21,20 @@ from tests.fuzz import FuzzResult, FuzzSettings, Outcome, read_log
 from tests.garbled import another_json, binary, nested, nested_objects, wrong_types
 from tests.small import small_job
 from tests.tools.test_hf_convert import tiny_dir
-from weft.cluster.hang import parse_flight_recorder
-from weft.cluster.submit import SubmittedJob
+from weft.comparison.experiment import COMPARISON, comparison_record, open_comparison
+from weft.comparison.trials import TrialResult
+from weft.comparison.variants import Variant
 from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
 from weft.config.files import read_json
 from weft.config.reader import read_job
+from weft.conversion.hf_import import import_model
 from weft.data.prepared_cache import read_scans, write_scans
-from weft.monitor.run_cost import LAUNCH_FILE
-from weft.plan.devices import BUILTIN_CLUSTERS, read_clusters
-from weft.tools.evaluate import read_task
-from weft.tools.experiment import COMPARISON, comparison_record, open_comparison
-from weft.tools.generate import read_prompts
-from weft.tools.hf_import import import_model
-from weft.tools.trials import TrialResult
-from weft.tools.variants import Variant
+from weft.inference.evaluate import read_task
+from weft.inference.generate import read_prompts
+from weft.planning.devices import BUILTIN_CLUSTERS, read_clusters
+from weft.records.run_cost import LAUNCH_FILE
+from weft.submission.submit import SubmittedJob
+from weft.supervision.hang import parse_flight_recorder
 
 MUTATIONS = 60  # of each file
 MANY = 1000  # in the slow tier

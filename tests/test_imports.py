@@ -17,16 +17,24 @@ ORDER = (
     "version",
     "config",
     "models",
-    "plan",
+    "planning",
     "parallel",
     "data",
     "monitor",
+    "records",
     "optim",
     "checkpoint",
-    "train",
+    "training",
     "estimate",
-    "tools",
-    "cluster",
+    "preparation",
+    "inference",
+    "conversion",
+    "reporting",
+    "doctor",
+    "supervision",
+    "verification",
+    "comparison",
+    "submission",
     "api",
     "cli",
     "__main__",
@@ -35,7 +43,7 @@ LEVEL = {name: level for level, name in enumerate(ORDER)}
 FOR_EXTRAS = {
     "weft.parallel.float8_experts",
     "weft.parallel.float8_tensor_parallel",
-    "weft.tools.lm_eval_model",
+    "weft.inference.lm_eval_model",
 }
 NAME = re.compile(r"(weft(?:\.\w+)+)(?::\w+)?")
 
@@ -133,7 +141,7 @@ def test_modules_import_only_the_dependencies_of_the_plain_installation() -> Non
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", ["weft.cluster.start", "weft.train.loop"])
+@pytest.mark.parametrize("module", ["weft.supervision.start", "weft.training.loop"])
 def test_start_imports_neither_compiler_nor_dtensor(module: str) -> None:
     """Their imports would delay every start by a second; layouts that need them import them."""
     heavy = {"torch._dynamo", "torch.distributed.tensor", "sympy"}

@@ -10,8 +10,8 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.schema import keys
 from weft.models.decoder_config import DecoderConfig
-from weft.plan.plan import Machine
-from weft.plan.plan_text import plan_recipe
+from weft.planning.plan import Machine
+from weft.planning.plan_text import plan_recipe
 
 COOKBOOK = Path(__file__).parent.parent / "docs" / "cookbook"
 SPAN = re.compile(r"`([a-z_]+\.[a-z_0-9]+) = ([^`]+)`((?:; `\"[^`]+\"`)*)")

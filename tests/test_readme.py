@@ -65,7 +65,7 @@ def test_readme_loop_is_the_code() -> None:
     (quoted,) = (
         text for kind, text in BLOCKS if kind == "python" and "while not is_finished" in text
     )
-    source = (ROOT / "weft" / "train" / "loop.py").read_text("utf-8")
+    source = (ROOT / "weft" / "training" / "loop.py").read_text("utf-8")
     assert textwrap.indent(quoted.strip(), " " * 8) in source
 
 

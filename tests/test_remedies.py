@@ -33,7 +33,6 @@ from tests.remedies import (
 )
 from tests.small import SMALL, small_job, train_rank
 from weft.cli.main import main
-from weft.cluster.submit import build_request, check_text, get_cluster
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_json
 from weft.config.reader import read_job
@@ -43,11 +42,12 @@ from weft.estimate.forecast import forecast
 from weft.estimate.memory_check import memory_error
 from weft.models import FAMILIES
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
-from weft.plan.model_config import resolve_section
-from weft.plan.needs import key_facts, list_keys
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve_nodes
-from weft.train.job_checks import prepare_job
+from weft.planning.model_config import resolve_section
+from weft.planning.needs import key_facts, list_keys
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve_nodes
+from weft.preparation.job_checks import prepare_job
+from weft.submission.submit import build_request, check_text, get_cluster
 
 MACHINES = {
     "cpu": Machine("cpu", devices=8, memory_bytes=64 << 30),

@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.conftest import WEFT, Started, run_weft
 from tests.small import Overrides
 from tests.tools.test_hf_convert import trained
-from weft.cluster import INTERRUPTED
+from weft.config.exit_statuses import INTERRUPTED
 from weft.estimate.search import TraceTask, open_tracer
 
 TERM, INT = signal.SIGTERM, signal.SIGINT

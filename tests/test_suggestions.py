@@ -14,8 +14,8 @@ from weft.models import FAMILIES
 from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS, SCHEDULES
-from weft.plan.devices import load_clusters
-from weft.plan.pipeline_schedule import SCHEDULES as PIPELINE_SCHEDULES
+from weft.planning.devices import load_clusters
+from weft.planning.pipeline_schedule import SCHEDULES as PIPELINE_SCHEDULES
 
 
 @pytest.mark.parametrize(

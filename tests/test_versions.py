@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft.cluster.image_checks import Image, check_image
-from weft.cluster.node_checks import CHECKS
-from weft.cluster.node_facts import Facts
+from weft.doctor.image_checks import Image, check_image
+from weft.doctor.node_checks import CHECKS
+from weft.doctor.node_facts import Facts
 from weft.monitor.terminal import quiet_console
 from weft.version import TESTED_PYTHON, TESTED_TORCH, TORCH_REQUIREMENT, untested_versions
 
@@ -98,9 +98,9 @@ def test_doctor_untested_torch_is_a_warning() -> None:
 
 
 def test_start_of_a_run_warns_about_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.plan.plan import Machine
-    from weft.plan.plan_text import plan_recipe
-    from weft.tools.run_summary import print_plan
+    from weft.planning.plan import Machine
+    from weft.planning.plan_text import plan_recipe
+    from weft.reporting.run_summary import print_plan
 
     plan = plan_recipe("demo", [], [], "1x2xCPU", Machine)[0]
     for version, expected in ((f"{LAST}.0", False), (NEXT, True)):

@@ -45,10 +45,10 @@ EVENTS = {
 # A test whose code uses one of these names starts a process.
 STARTERS = {"Popen", "fork", "posix_spawn", "subprocess"}
 WEFT_STARTERS = {
-    ("weft.tools.experiment", "compare"): "system",
+    ("weft.comparison.experiment", "compare"): "system",
     ("tests.fuzz", "fuzz"): "ranks",
-    ("weft.tools.local_ranks", "run_ranks"): "ranks",
-    ("weft.tools.verify", "verify"): "ranks",
+    ("weft.supervision.local_ranks", "run_ranks"): "ranks",
+    ("weft.verification.verify", "verify"): "ranks",
     ("weft.estimate.search", "search"): "system",
 }
 FACTS = ("git", "uname")  # commands that take milliseconds and do not count for the tier

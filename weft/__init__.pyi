@@ -12,5 +12,3 @@ from weft.config.errors import InvalidConfig as InvalidConfig
 from weft.config.errors import WeftError as WeftError
 
 __version__: str
-
-def make_callable(package: str) -> None: ...

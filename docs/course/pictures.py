@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent.parent)]
 
 from tests import pages  # noqa: E402
-from weft.monitor.span_reader import read_spans  # noqa: E402
+from weft.records.span_reader import read_spans  # noqa: E402
 
 STYLE = """
 text{font:13px system-ui,sans-serif;fill:#1b1f24}.soft{fill:#57606a}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.accelerator.device import NAME, ROOT, entry_point
-from weft.tools.diff import compare_runs
+from weft.comparison.diff import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -29,7 +29,7 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.state_dict import trainable_parameters
-from weft.train.state import resume
+from weft.training.state import resume
 
 SHAPE = (5, 6, 7)
 

@@ -27,7 +27,7 @@ from weft.checkpoint.manifest import CheckpointError, manifest_text
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import ResilienceSection
 from weft.monitor.anomaly import AnomalyDetector
-from weft.train.state import TrainState, resume
+from weft.training.state import TrainState, resume
 
 MEMORY_BYTES = 2 << 30  # limit of additional memory for one load
 SECONDS = 5.0  # limit of processor time for one load

@@ -32,8 +32,8 @@ from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_p
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
 from weft.optim.optimizer import set_learning_rate
-from weft.train.setup import Built, build
-from weft.train.state import TrainState, resume
+from weft.training.setup import Built, build
+from weft.training.state import TrainState, resume
 
 # Twelve sequences divide over 1 to 4 ranks.  Three ranks shard 32 rows of a weight unevenly.
 BATCH = 12

@@ -22,7 +22,7 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.local_save import local_run_dir
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import acquire_lease, checkpoint_step, list_checkpoints
-from weft.train.setup import build
+from weft.training.setup import build
 
 # Shared saves after steps 4 and 8, local saves after every step; killed before step 7.
 STEPS: Overrides = [

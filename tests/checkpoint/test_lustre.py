@@ -28,14 +28,14 @@ from weft.checkpoint.lustre import (
     parse_layout,
     parse_released,
 )
-from weft.cluster.node_checks import check_directories
-from weft.cluster.node_facts import Facts
-from weft.cluster.probes import probe_directory
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.locks import lock_directory
 from weft.config.mounts import find_mount
 from weft.data.prepare import prepare_data
-from weft.train.job_checks import check_writable
+from weft.doctor.node_checks import check_directories
+from weft.doctor.node_facts import Facts
+from weft.doctor.probes import probe_directory
+from weft.preparation.job_checks import check_writable
 
 # Components of a directory's layout, with start, end, stripes and pattern.
 COMPONENT = """\

@@ -42,7 +42,7 @@ OVERRIDES = dict(SMALL) | {
     "run.device": "cpu",
 }
 
-PRELOADED = ["weft.cluster.start", "weft.train.loop", "weft.data.prepare", __name__]
+PRELOADED = ["weft.supervision.start", "weft.training.loop", "weft.data.prepare", __name__]
 
 pytestmark = [
     pytest.mark.slow,

@@ -26,7 +26,7 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
-from weft.train.setup import build
+from weft.training.setup import build
 
 JOB = [("run.dir", "/nonexistent")]
 

@@ -25,7 +25,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.rollback import abandon_damaged
 from weft.config.storage import open_directory
-from weft.train.state import resume
+from weft.training.state import resume
 
 STEPS: Overrides = [
     ("train.steps", "6"),

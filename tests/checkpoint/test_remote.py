@@ -29,7 +29,7 @@ from weft.checkpoint.manifest import (
 from weft.cli.main import main
 from weft.config.storage import open_directory, put_if_absent
 from weft.config.writer import to_toml
-from weft.train.state import resume
+from weft.training.state import resume
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
 pytest.importorskip("upath", reason="pip install 'weft[s3]'")

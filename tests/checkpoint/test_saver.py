@@ -48,7 +48,7 @@ from weft.config.schema import CheckpointSection
 from weft.config.storage import put_if_absent
 from weft.data.dataset import open_dataset
 from weft.monitor.faults import install_faults
-from weft.train.loop import train
+from weft.training.loop import train
 
 
 def write_late(directory: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:

@@ -19,9 +19,9 @@ import pytest
 
 from tests.cluster.slurm_jobs import Launcher
 from tests.slurm import Slurm, wait_until
-from weft.cluster import hyperpod, slurm
-from weft.cluster.job_request import JobRequest
 from weft.config.schema import Job
+from weft.submission import hyperpod, slurm
+from weft.submission.job_request import JobRequest
 
 SOURCE = Path(__file__).with_name("auto_resume.c")
 NODES, SPARE = ("n0", "n1", "n2"), "n2"
@@ -59,7 +59,7 @@ exec unshare --mount bash -c '
 LAUNCH = """\
 import sys
 from pathlib import Path
-from weft.cluster import hyperpod, slurm
+from weft.submission import hyperpod, slurm
 from weft.cli.main import main
 hyperpod.HYPERPOD_DIR, hyperpod.VOLATILE_DIRS = Path("sagemaker_cluster").absolute(), {}
 slurm.END_SECONDS = 5

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.cluster.job_request import JobRequest
-from weft.cluster.submit import node_overrides
 from weft.config.errors import ConfigError
 from weft.config.reader import read_job
+from weft.submission.job_request import JobRequest
+from weft.submission.submit import node_overrides
 
 
 def request(

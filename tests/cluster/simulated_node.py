@@ -347,7 +347,7 @@ def check_command(words: Sequence[str]) -> int:
 
 def run_entry() -> None:
     """Run weft's entry point on SageMaker with a table of mounts that has Lustre."""
-    from weft.cluster import sagemaker_entry as entry
+    from weft.submission import sagemaker_entry as entry
 
     read = entry.read_text
     lustre = os.environ["NODE_LUSTRE"].split(os.pathsep)
@@ -371,6 +371,6 @@ if __name__ == "__main__":
     program, *rest = sys.argv[1:]
     if program == "weft" and rest[0] == "train":
         sys.exit(check_command(rest[1:]))
-    if program == "python" and rest == ["-m", "weft.cluster.sagemaker_entry"]:
+    if program == "python" and rest == ["-m", "weft.submission.sagemaker_entry"]:
         run_entry()
     sys.exit(f"the node does not expect: {program} {shlex.join(rest)}")

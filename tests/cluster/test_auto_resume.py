@@ -197,7 +197,9 @@ def test_hardware_fault_does_not_count_as_a_failed_start(pod: HyperPod) -> None:
 
 def test_step_sees_the_first_node_and_the_restarts(pod: HyperPod) -> None:
     """The rendezvous of each start has its own endpoint."""
-    endpoint = "python -c 'import os; from weft.train.environment import detect_environment as d; "
+    endpoint = (
+        "python -c 'import os; from weft.preparation.environment import detect_environment as d; "
+    )
     endpoint += 'print("endpoint", d(os.environ).rendezvous)\''
     fault = "[ $SLURM_PROCID -eq 1 ] || { echo requeue n0 >fault; kill -KILL $$; }"
     endpoint = endpoint.replace("python", sys.executable)

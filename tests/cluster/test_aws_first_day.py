@@ -384,7 +384,7 @@ def test_job_policy_suffices_for_checkpoints_in_the_bucket(
     """weft doctor writes, reads and removes objects as checkpoints do."""
     environment = make_user(aws, "job", lacking, f"job-{lacking.replace(':', '-') or 'all'}")
     source = (
-        "from weft.cluster.probes import probe_store\n"
+        "from weft.doctor.probes import probe_store\n"
         "print(probe_store('checkpoint.dir', 's3://my-bucket/runs', 1 << 20).error)"
     )
     with authorization(aws):

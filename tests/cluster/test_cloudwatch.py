@@ -21,11 +21,12 @@ from tests.cluster.test_sagemaker_entry import (
 from tests.monitor.test_step_record import record
 from tests.small import records
 from weft.cli.main import main
-from weft.cluster import FAILED, USAGE_ERROR, sagemaker
-from weft.cluster.sagemaker import objective_metrics
+from weft.config.exit_statuses import FAILED, USAGE_ERROR
 from weft.config.schema import Job, TrainSection
 from weft.monitor.cloudwatch import metric_definitions
 from weft.monitor.terminal import STEP_LINE, Terminal, quiet_console
+from weft.submission import sagemaker
+from weft.submission.sagemaker import objective_metrics
 
 OBJECTIVES = ("next_token", "dpo", "orpo")
 

@@ -16,9 +16,9 @@ from tests import slurm
 from tests.cluster.slurm_jobs import Launcher
 from tests.slurm import Slurm, wait_until
 from weft.cli.main import main
-from weft.cluster.slurm import format_tasks
+from weft.comparison.experiment import load_comparison
 from weft.config.reader import read_job
-from weft.tools.experiment import load_comparison
+from weft.submission.slurm import format_tasks
 
 ON_CPU = ["--on", "slurm", "--run.device", "cpu"]
 VARY = ["--vary", "optim.lr=1e-3,3e-3"]

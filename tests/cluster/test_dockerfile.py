@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from tests.cluster.test_image_checks import build_library
 from tests.cluster.test_nccl_log import P5
 from tests.cluster.test_node_checks import MEASURED
-from weft.cluster.failure_signatures import find_signatures
+from weft.doctor.failure_signatures import find_signatures
 from weft.version import parse_version
 
 ROOT = Path(__file__).parents[2]
@@ -156,8 +156,8 @@ def test_context_has_what_the_dockerfile_copies_and_the_package_needs(tmp_path: 
     for source in copied:
         assert (ROOT / source).exists()
         assert not is_ignored(source)
-    assert not is_ignored(Path("weft/plan/clusters.toml"))
-    assert is_ignored(Path("weft/plan/__pycache__"))
+    assert not is_ignored(Path("weft/planning/clusters.toml"))
+    assert is_ignored(Path("weft/planning/__pycache__"))
     for other in (".git", "runs", "tests", "docs", ".venv"):
         assert is_ignored(Path(other))
     # The package of the context has all files that git has.

@@ -22,19 +22,19 @@ from tests.cluster.conftest import ONE_RANK, WEFT, run_joined, run_weft
 from tests.cluster.test_node_checks import STATE
 from tests.cluster.test_rendezvous import free_port
 from weft.cli.main import main
-from weft.cluster import UNHEALTHY, USAGE_ERROR
-from weft.cluster.device_benchmark import measure_devices
-from weft.cluster.doctor import (
+from weft.config.exit_statuses import UNHEALTHY, USAGE_ERROR
+from weft.config.reader import read_job
+from weft.doctor.device_benchmark import measure_devices
+from weft.doctor.doctor import (
     UNHEALTHY_NODES_DIR,
     collect_job_facts,
     count_visible_gpus,
     job_directories,
 )
-from weft.cluster.node_facts import Facts
-from weft.cluster.probes import probe_directory, probe_endpoint, run_tool, supports_locks
-from weft.config.reader import read_job
+from weft.doctor.node_facts import Facts
+from weft.doctor.probes import probe_directory, probe_endpoint, run_tool, supports_locks
 from weft.estimate.device_speed import time_cpu_burst
-from weft.monitor.run_reader import read_event_log
+from weft.records.run_reader import read_event_log
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 
@@ -239,7 +239,7 @@ def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.Monke
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         assert probe_endpoint(endpoint) == "answers"
         monkeypatch.setattr(
-            "weft.cluster.doctor.WAIT_SECONDS", 0.0
+            "weft.doctor.doctor.WAIT_SECONDS", 0.0
         )  # do not wait to measure devices
         job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
         facts = collect_job_facts(job)
@@ -281,7 +281,7 @@ def test_probe_store_measures_and_leaves_no_files(monkeypatch: pytest.MonkeyPatc
         # In a separate process: the client starts threads, after which no test may fork.
         script = (
             "import sys; from weft.config.storage import open_directory\n"
-            "from weft.cluster.probes import probe_store\n"
+            "from weft.doctor.probes import probe_store\n"
             "place = open_directory('s3://bucket'); place.fs.mkdir('bucket')\n"
             "found = probe_store('checkpoint.dir', 's3://bucket/run', 8 << 20)\n"
             "assert not found.error and found.once and found.write > 0 and found.read > 0, found\n"

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from weft.cluster.failure_signatures import Signature, load_signatures
-from weft.cluster.variable_checks import ANY_PATTERN, SET_PATTERN, VARIABLES
-from weft.plan.instance_types import load_instance_types
+from weft.doctor.failure_signatures import Signature, load_signatures
+from weft.doctor.variable_checks import ANY_PATTERN, SET_PATTERN, VARIABLES
+from weft.planning.instance_types import load_instance_types
 
 PAGE = Path(__file__).parents[2] / "docs" / "efa.md"
 VALUES = {SET_PATTERN: "set, except 0", ANY_PATTERN: "set"}

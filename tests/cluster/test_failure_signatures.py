@@ -11,16 +11,16 @@ import pytest
 
 from tests.cluster.test_nccl_log import P4, P5, read_log
 from tests.cluster.test_node_checks import AWS, HEALTHY, MEASURED
-from weft.cluster import failure_signatures
-from weft.cluster.failure_signatures import (
+from weft.doctor import failure_signatures
+from weft.doctor.failure_signatures import (
     FACTS,
     explain_failure_logs,
     find_signatures,
     load_signatures,
     match_version,
 )
-from weft.cluster.network_checks import check_efa_versions, check_logs
-from weft.cluster.node_facts import Facts
+from weft.doctor.network_checks import check_efa_versions, check_logs
+from weft.doctor.node_facts import Facts
 
 NEW = read_log("efa-gpudirect-new")
 SOCKET = read_log("tcp-fallback")

@@ -17,7 +17,7 @@ from tests.cluster.conftest import ONE_RANK, WEFT, Started, run_weft
 from tests.small import losses, newest_state
 from weft.checkpoint.final_save import RECORD_FILE
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
-from weft.cluster import FAILED, INTERRUPTED
+from weft.config.exit_statuses import FAILED, INTERRUPTED
 from weft.config.reader import read_job
 
 pytestmark = [

@@ -23,12 +23,12 @@ from tests.cluster.test_signals import workers
 from tests.cluster.test_watchdog import faults, rank_state
 from tests.harness import run_ranks
 from weft.cli.main import main
-from weft.cluster import HUNG
-from weft.cluster.hang import inspect_run, parse_flight_recorder
-from weft.cluster.watchdog import OpenCollective, RankState, diagnose_hang, write_evidence
 from weft.config.errors import InvalidConfig
+from weft.config.exit_statuses import HUNG
 from weft.monitor.heartbeat import format_ranks, process_start_ticks
 from weft.parallel.private import configure_flight_recorder
+from weft.supervision.hang import inspect_run, parse_flight_recorder
+from weft.supervision.watchdog import OpenCollective, RankState, diagnose_hang, write_evidence
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.requests import format_errors, request
-from weft.cluster import hyperpod, slurm
-from weft.cluster.launch_warnings import find_warnings
-from weft.cluster.launcher import Failure
-from weft.cluster.requeue import REQUEUE_DIR, record_final_failure, record_start
-from weft.cluster.start import explain_failure
+from weft.submission import hyperpod, slurm
+from weft.submission.launch_warnings import find_warnings
+from weft.supervision.launcher import Failure
+from weft.supervision.requeue import REQUEUE_DIR, record_final_failure, record_start
+from weft.supervision.start import explain_failure
 
 # A job step that exits with $STATUS.  weft records the step of the checkpoint, and a final failure.
 FAKES = """\

@@ -26,7 +26,8 @@ from tests.cluster.test_launcher import wait_for
 from tests.small import SMALL, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.cli.main import main
-from weft.cluster import FAILED, REQUEUE, USAGE_ERROR, kubernetes
+from weft.config.exit_statuses import FAILED, REQUEUE, USAGE_ERROR
+from weft.submission import kubernetes
 
 pytestmark = pytest.mark.timeout(500, method="signal")  # so that fixtures tidy up
 

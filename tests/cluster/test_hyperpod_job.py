@@ -13,10 +13,10 @@ import yaml
 from tests.cluster.hyperpod_operator import RULES
 from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from tests.small import small_job
-from weft.cluster import kubernetes
-from weft.cluster.hyperpod import hang_rule
-from weft.cluster.submit import build_request
-from weft.plan.plan import Machine
+from weft.planning.plan import Machine
+from weft.submission import kubernetes
+from weft.submission.hyperpod import hang_rule
+from weft.submission.submit import build_request
 
 jsonschema = pytest.importorskip("jsonschema")
 SCHEMA = json.loads(Path(__file__).with_name("hyperpod_pytorch_job.json").read_text("utf-8"))

@@ -13,8 +13,8 @@ import pytest
 
 from tests.cluster.requests import fake_tool
 from weft.cli.main import main
-from weft.cluster import FAILED, USAGE_ERROR
-from weft.cluster.image_checks import (
+from weft.config.exit_statuses import FAILED, USAGE_ERROR
+from weft.doctor.image_checks import (
     PLUGIN,
     Image,
     check_image,
@@ -24,8 +24,8 @@ from weft.cluster.image_checks import (
     find_private_paths,
     find_unresolved,
 )
-from weft.cluster.node_facts import Facts, Finding
-from weft.cluster.probes import run_tool
+from weft.doctor.node_facts import Facts, Finding
+from weft.doctor.probes import run_tool
 
 PLUGIN_PATH = "/opt/amazon/ofi-nccl/lib/libnccl-net.so"
 # fi_info -l of the EFA installer's libfabric, shortened.

@@ -12,19 +12,19 @@ import yaml
 from tests.cluster.requests import format_errors, request
 from tests.harness import ROOT
 from weft.cli.main import main
-from weft.cluster import job_placement, kubernetes, sagemaker, skypilot, slurm
-from weft.cluster.job_placement import (
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import LaunchSection
+from weft.preparation.secrets import resolve_secrets
+from weft.submission import job_placement, kubernetes, sagemaker, skypilot, slurm
+from weft.submission.job_placement import (
     Mount,
     check_job_paths,
     find_local_modules,
     find_unused_keys,
     merge_fields,
 )
-from weft.cluster.submit import CLUSTERS, get_cluster
-from weft.config.errors import InvalidConfig
-from weft.config.reader import read_job
-from weft.config.schema import LaunchSection
-from weft.train.secrets import resolve_secrets
+from weft.submission.submit import CLUSTERS, get_cluster
 
 IMAGE = ("launch.image", "registry/weft:1")
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
-from weft.cluster import kubernetes, submit
-from weft.cluster.job_request import is_active
 from weft.config.errors import WeftError
-from weft.train.environment import detect_environment
+from weft.preparation.environment import detect_environment
+from weft.submission import kubernetes, submit
+from weft.submission.job_request import is_active
 
 LAUNCH = {"mounts": "/runs=pvc:shared"}
 IMAGE = ("launch.image", "registry/weft:1")

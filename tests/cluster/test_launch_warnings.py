@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.requests import request
-from weft.cluster.launch_warnings import (
+from weft.estimate.run_time import ASSUMED_MFU, estimate_run_seconds
+from weft.planning.plan import Machine
+from weft.submission.launch_warnings import (
     LOST_SECONDS,
     count_submissions,
     find_missing_variables,
@@ -17,9 +19,7 @@ from weft.cluster.launch_warnings import (
     find_other_devices,
     find_short_limit,
 )
-from weft.cluster.submit import build_request
-from weft.estimate.run_time import ASSUMED_MFU, estimate_run_seconds
-from weft.plan.plan import Machine
+from weft.submission.submit import build_request
 
 DATA = [("data.path", "/fsx/text"), ("data.tokenizer", "/fsx/tokenizer")]
 

@@ -21,9 +21,9 @@ from tests.harness import run_ranks
 from tests.small import losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import list_checkpoints
 from weft.cli.main import main
-from weft.cluster import USAGE_ERROR
-from weft.cluster.launcher import Failure, find_root_cause
-from weft.cluster.rank_exit import write_error
+from weft.config.exit_statuses import USAGE_ERROR
+from weft.supervision.launcher import Failure, find_root_cause
+from weft.supervision.rank_exit import write_error
 
 # Each test starts several commands, which take long on a busy machine.
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up

@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.test_node_checks import AWS, EFA, HEALTHY
-from weft.cluster.nccl_log import (
-    NcclLog,
-    describe_network,
-    merge_logs,
-    parse_nccl_log,
-)
-from weft.cluster.network_checks import judge_network
-from weft.cluster.node_facts import Facts
+from weft.doctor.nccl_log import NcclLog, describe_network, merge_logs, parse_nccl_log
+from weft.doctor.network_checks import judge_network
+from weft.doctor.node_facts import Facts
 
 LOGS = Path(__file__).parent / "nccl_logs"
 P5 = replace(AWS, instance_type="p5.48xlarge")

@@ -20,19 +20,19 @@ from tests.cluster import namespaces
 from tests.cluster.conftest import free_port, processes_in
 from tests.cluster.namespaces import Host, connected_hosts
 from tests.harness import run_ranks
-from weft.cluster import network_benchmark
-from weft.cluster.network_benchmark import RING, exchange, pair_rounds, summarize
-from weft.cluster.network_checks import check_network
-from weft.cluster.node_facts import Facts, NetworkMeasurements
-from weft.cluster.rendezvous import connect_store
+from weft.doctor import network_benchmark
+from weft.doctor.network_benchmark import RING, exchange, pair_rounds, summarize
+from weft.doctor.network_checks import check_network
+from weft.doctor.node_facts import Facts, NetworkMeasurements
+from weft.preparation.rendezvous_store import connect_store
 
 PORT = 29_411
 # What `weft doctor --network` does after its other checks.
 PROGRAM = """
 import json, sys
 from dataclasses import asdict
-from weft.cluster import network_benchmark as benchmark
-from weft.cluster.rendezvous import connect_store
+from weft.doctor import network_benchmark as benchmark
+from weft.preparation.rendezvous_store import connect_store
 endpoint, nodes = sys.argv[1], int(sys.argv[2])
 store = connect_store(endpoint, "doctor", (1, nodes), 120)
 print(json.dumps(asdict(benchmark.measure_network(store, endpoint, nodes, "cpu", 1))))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_nccl_log import LOGS, P5, read_log
-from weft.cluster.network_watch import (
+from weft.supervision.network_watch import (
     THREAD_NAME,
     NetworkWatch,
     enable_nccl_log,
@@ -148,8 +148,8 @@ def read_events(run_dir: Path) -> list[dict[str, object]]:
 
 
 def test_failure_message_names_the_known_failure_and_its_remedy(tmp_path: Path) -> None:
-    from weft.cluster.launcher import Failure
-    from weft.cluster.start import explain_failure
+    from weft.supervision.launcher import Failure
+    from weft.supervision.start import explain_failure
 
     log = tmp_path / "logs" / "rank-3.log"
     log.parent.mkdir()

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from weft.cluster.network_probes import find_ofi_plugin, list_adapters
-from weft.cluster.node_checks import CHECKS, run_checks
-from weft.cluster.node_facts import (
+from weft.config.host_limits import read_cgroup_limits
+from weft.doctor.network_probes import find_ofi_plugin, list_adapters
+from weft.doctor.node_checks import CHECKS, run_checks
+from weft.doctor.node_facts import (
     Adapter,
     DcgmResult,
     DeviceMeasurements,
@@ -23,9 +24,8 @@ from weft.cluster.node_facts import (
     Node,
     ObjectStore,
 )
-from weft.cluster.probes import find_mount
-from weft.cluster.variable_checks import VARIABLES, Variable, check_variables, match_interfaces
-from weft.config.host_limits import read_cgroup_limits
+from weft.doctor.probes import find_mount
+from weft.doctor.variable_checks import VARIABLES, Variable, check_variables, match_interfaces
 from weft.monitor.nvml import TIMED_OUT, Gpu, GpuState
 
 GIB = 2**30

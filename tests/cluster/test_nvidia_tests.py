@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_node_checks import HEALTHY
-from weft.cluster import nvidia_tests
-from weft.cluster.device_checks import check_all_reduce, check_dcgm
-from weft.cluster.doctor import has_all_gpus
-from weft.cluster.node_facts import DcgmResult, Facts
-from weft.cluster.nvidia_tests import parse_nccl_test, run_all_reduce, run_dcgm
+from weft.doctor import nvidia_tests
+from weft.doctor.device_checks import check_all_reduce, check_dcgm
+from weft.doctor.doctor import has_all_gpus
+from weft.doctor.node_facts import DcgmResult, Facts
+from weft.doctor.nvidia_tests import parse_nccl_test, run_all_reduce, run_dcgm
 
 OUTPUTS = Path(__file__).parent / "nvidia_outputs"
 

@@ -25,11 +25,11 @@ from tests.cluster.simulated_node import (
     run_node,
 )
 from weft.cli.main import build_parser, main
-from weft.cluster.job_request import standalone_recipe
-from weft.cluster.submit import build_request
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.train.machine import detect_machine
+from weft.submission.job_request import standalone_recipe
+from weft.submission.submit import build_request
+from weft.training.machine import detect_machine
 
 DOCS = pages.ROOT / "docs"
 requires_root = pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement())

@@ -25,7 +25,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slurm_job_runs_the_command_on_each_node_without_gpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.cluster.slurm.check", lambda text: [])  # of this host's Slurm
+    monkeypatch.setattr("weft.submission.slurm.check", lambda text: [])  # of this host's Slurm
     script = render(capsys, "--on", "slurm", "--workers", "8", "--launch.queue", "cpu")
     assert "#SBATCH --nodes=8\n" in script
     assert "#SBATCH --partition=cpu\n" in script

@@ -15,20 +15,20 @@ import pytest
 
 from tests.cluster.requests import format_errors
 from tests.train.test_environment import NODE
-from weft.cluster.job_placement import check_job_paths
-from weft.cluster.submit import CLUSTERS, JobRequest, build_request, get_cluster
 from weft.config.errors import InvalidConfig
 from weft.config.files import write_json
 from weft.config.reader import read_job, recipe_names
 from weft.config.schema import replace
 from weft.models import FAMILIES
 from weft.models.hf_mapping import to_hf_config
-from weft.plan.devices import parse_cluster
-from weft.plan.model_config import REQUIRED, resolve_model
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve_nodes
-from weft.train.environment import apply_environment
+from weft.planning.devices import parse_cluster
+from weft.planning.model_config import REQUIRED, resolve_model
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve_nodes
+from weft.preparation.environment import apply_environment
+from weft.submission.job_placement import check_job_paths
+from weft.submission.submit import CLUSTERS, JobRequest, build_request, get_cluster
 
 PODS = {
     "image": "registry/weft:1",

@@ -18,14 +18,14 @@ from tests import aws
 from tests.cluster.test_sagemaker import IMAGE, LAUNCH
 from tests.harness import ROOT
 from tests.tools.test_peft_import import write_model
-from weft.cluster import sagemaker
-from weft.cluster.submit import build_preparation, build_request, submit
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.remote_files import fetch_beside, fetch_files
 from weft.config.storage import open_directory
 from weft.data.prepare import prepare_store
-from weft.plan.plan import Machine
+from weft.planning.plan import Machine
+from weft.submission import sagemaker
+from weft.submission.submit import build_preparation, build_request, submit
 
 pytest.importorskip("s3fs", reason="needs weft[s3]")
 pytestmark = [
@@ -206,7 +206,7 @@ def run_containers(
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "weft.cluster.sagemaker_entry"],
+                [sys.executable, "-m", "weft.submission.sagemaker_entry"],
                 env=environment,
                 cwd=base,
                 stdout=subprocess.PIPE,

@@ -25,13 +25,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from tests.cluster.conftest import SLEEPY, check_against_reference, processes_in
 from tests.cluster.test_launcher import wait_for
 from tests.small import records
-from weft.cluster import REQUEUE
-from weft.cluster.rendezvous import RendezvousHandler, is_local_endpoint, open_rendezvous
 from weft.config.errors import InvalidConfig
+from weft.config.exit_statuses import REQUEUE
 from weft.config.reader import read_job
 from weft.parallel.private import create_tcp_store
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve_nodes
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve_nodes
+from weft.preparation.rendezvous_store import is_local_endpoint
+from weft.supervision.rendezvous import RendezvousHandler, open_rendezvous
 
 pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
 
@@ -99,8 +100,8 @@ class Node:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    monkeypatch.setattr("weft.cluster.rendezvous.MISSED_HEARTBEATS", 4)
-    monkeypatch.setattr("weft.cluster.rendezvous.LINGER_SECONDS", 0.5)
+    monkeypatch.setattr("weft.supervision.rendezvous.MISSED_HEARTBEATS", 4)
+    monkeypatch.setattr("weft.supervision.rendezvous.LINGER_SECONDS", 0.5)
     port, node_list = free_port(), []
 
     def node(*counts: int, **same: Any) -> Node:

@@ -16,7 +16,7 @@ from tests.cluster.test_signals import workers
 from tests.harness import run_ranks
 from tests.monitor.test_webhook import SECRET, Receiver
 from tests.small import losses, newest_state, records, train_rank
-from weft.cluster.launcher import Failure, record_failure
+from weft.supervision.launcher import Failure, record_failure
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

@@ -22,7 +22,7 @@ from weft.config.reader import read_job
 from weft.config.run_paths import portable
 from weft.config.schema import flatten
 from weft.config.writer import to_toml
-from weft.train.job_checks import prepare_job
+from weft.preparation.job_checks import prepare_job
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

@@ -20,8 +20,8 @@ from weft.cli.main import main
 from weft.config.files import write_json
 from weft.models import FAMILIES
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
-from weft.plan.model_config import resolve_section
-from weft.train.job_checks import prepare_job
+from weft.planning.model_config import resolve_section
+from weft.preparation.job_checks import prepare_job
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

@@ -16,14 +16,14 @@ from urllib.parse import parse_qsl
 import pytest
 
 from tests.cluster.requests import format_errors, own_recipe, request
-from weft.cluster import sagemaker
-from weft.cluster.job_placement import check_job_paths
-from weft.cluster.job_request import JobRequest
-from weft.cluster.sagemaker_entry import Container, train_arguments
-from weft.cluster.sagemaker_request import request_shape, to_python
-from weft.cluster.sagemaker_storage import verify_file_systems
 from weft.config.errors import InvalidConfig, WeftError
 from weft.monitor.cloudwatch import metric_definitions
+from weft.submission import sagemaker
+from weft.submission.job_placement import check_job_paths
+from weft.submission.job_request import JobRequest
+from weft.submission.sagemaker_entry import Container, train_arguments
+from weft.submission.sagemaker_request import request_shape, to_python
+from weft.submission.sagemaker_storage import verify_file_systems
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 
@@ -387,7 +387,7 @@ def test_request_has_the_requested_values() -> None:
         "AlgorithmSpecification": {
             "TrainingImage": IMAGE[1],
             "TrainingInputMode": "File",
-            "ContainerEntrypoint": ["python", "-m", "weft.cluster.sagemaker_entry"],
+            "ContainerEntrypoint": ["python", "-m", "weft.submission.sagemaker_entry"],
             "MetricDefinitions": metric_definitions(
                 sagemaker.objective_metrics(REQUESTS["one"].job)
             ),
@@ -456,7 +456,7 @@ def test_request_setup_runs_before_training(tmp_path: Path) -> None:
     )
     entry = payload["AlgorithmSpecification"]["ContainerEntrypoint"]
     assert entry[:2] == ["bash", "-c"]
-    assert entry[2] == "set -e\npip install x\nexec python -m weft.cluster.sagemaker_entry"
+    assert entry[2] == "set -e\npip install x\nexec python -m weft.submission.sagemaker_entry"
 
 
 def test_request_mistake_is_reported_for_its_own_key() -> None:

@@ -30,7 +30,9 @@ import pytest
 from tests.harness import ROOT
 from tests.small import SMALL, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
-from weft.cluster.sagemaker_entry import (
+from weft.config.errors import InvalidConfig, WeftError
+from weft.config.reader import read_job
+from weft.submission.sagemaker_entry import (
     Container,
     clean_environment,
     describe_root_cause,
@@ -42,16 +44,14 @@ from weft.cluster.sagemaker_entry import (
     train_arguments,
     write_failure,
 )
-from weft.cluster.sagemaker_storage import DEFAULT_MOUNTS, check_mounts, link_mounts
-from weft.config.errors import InvalidConfig, WeftError
-from weft.config.reader import read_job
+from weft.submission.sagemaker_storage import DEFAULT_MOUNTS, check_mounts, link_mounts
 
 TOOLKIT = os.environ.get("WEFT_SAGEMAKER_TOOLKIT", "")
 HAVE_TOOLKIT = bool(TOOLKIT) or importlib.util.find_spec("sagemaker_training") is not None
 PORT = 7777  # the toolkit has no other port
 HOSTS = ["127.0.0.1", "localhost"]
 TRAIN = """\
-from weft.cluster.sagemaker_entry import main
+from weft.submission.sagemaker_entry import main
 
 if __name__ == "__main__":
     main()
@@ -375,7 +375,7 @@ def environment(base: Path, **extra: str) -> dict[str, str]:
 def as_container(base: Path) -> subprocess.Popen[str]:
     """The container's first process is weft's."""
     return subprocess.Popen(
-        [sys.executable, "-m", "weft.cluster.sagemaker_entry"],
+        [sys.executable, "-m", "weft.submission.sagemaker_entry"],
         env=environment(base),
         cwd=base,
         stdout=subprocess.PIPE,
@@ -586,7 +586,7 @@ mount --bind {shared} opt/ml/input/data/fsx
 lustre='s|\\( /opt/ml/input/data/fsx .* - \\)[^ ]*|\\1lustre|'
 sed "s| {root}| |; $lustre" /proc/self/mountinfo > {root}.mounts
 mount --bind {root}.mounts {root}/proc/$$/mountinfo
-exec chroot {root} {python} -m weft.cluster.sagemaker_entry
+exec chroot {root} {python} -m weft.submission.sagemaker_entry
 """
 
 

@@ -15,8 +15,8 @@ from tests.cluster.requests import own_recipe, request
 from tests.cluster.test_sagemaker import IMAGE, LAUNCH
 from tests.harness import ROOT
 from weft.cli.main import main
-from weft.cluster import sagemaker
 from weft.config.errors import InvalidConfig
+from weft.submission import sagemaker
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 pytestmark = [

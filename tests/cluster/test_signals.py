@@ -19,9 +19,10 @@ from tests.cluster.test_launcher import TORCHRUN, reference_run, run, start_and_
 from tests.monitor.test_spot_notice import INTERRUPTION, TERMINATE, FakeMetadata
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
-from weft.cluster import FAILED, REQUEUE, start
+from weft.config.exit_statuses import FAILED, REQUEUE
 from weft.monitor import spot_notice
 from weft.monitor.process import process_status
+from weft.supervision import start
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
-from weft.cluster import skypilot
-from weft.train.environment import detect_environment
+from weft.preparation.environment import detect_environment
+from weft.submission import skypilot
 
 LAUNCH = {"bucket": "s3://my-bucket"}
 IMAGE = ("launch.image", "registry/weft:1")

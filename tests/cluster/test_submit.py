@@ -19,8 +19,13 @@ from tests.cluster.requests import fake_tool, format_errors, own_recipe, request
 from tests.harness import ROOT
 from tests.monitor.test_run_cost import WrittenRun
 from weft.cli.main import main
-from weft.cluster import slurm
-from weft.cluster.job_request import (
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
+from weft.config.reader import read_job
+from weft.config.schema import Job
+from weft.planning.plan import Machine
+from weft.records.run_cost import LAUNCH_FILE
+from weft.submission import slurm
+from weft.submission.job_request import (
     JobRequest,
     build_script,
     check_name,
@@ -30,12 +35,7 @@ from weft.cluster.job_request import (
     standalone_recipe,
     to_yaml,
 )
-from weft.cluster.submit import SubmittedJob, build_request
-from weft.config.errors import ConfigError, InvalidConfig, WeftError
-from weft.config.reader import read_job
-from weft.config.schema import Job
-from weft.monitor.run_cost import LAUNCH_FILE
-from weft.plan.plan import Machine
+from weft.submission.submit import SubmittedJob, build_request
 
 DOCS = ROOT / "docs" / "slurm.md"
 

@@ -16,7 +16,7 @@ import yaml
 
 from tests.cluster.requests import request
 from tests.s3 import free_ports
-from weft.cluster import kubernetes
+from weft.submission import kubernetes
 
 
 def start_pods(text: str, run_dir: Path, port: int) -> list[subprocess.Popen[str]]:

@@ -22,8 +22,11 @@ from tests.cluster.test_signals import workers
 from tests.harness import run_ranks
 from tests.small import losses
 from weft.cli.main import main
-from weft.cluster import FAILED, HUNG, REQUEUE
-from weft.cluster.watchdog import (
+from weft.config.exit_statuses import FAILED, HUNG, REQUEUE
+from weft.monitor.heartbeat import Contact, beat, record_step_seconds, start_heartbeat, step_limit
+from weft.parallel.expert_dispatch import during_exchange
+from weft.parallel.pass_overlap import run_in_turns
+from weft.supervision.watchdog import (
     OpenCollective,
     RankProbe,
     RankState,
@@ -31,9 +34,6 @@ from weft.cluster.watchdog import (
     diagnose_hang,
     parse_main_stack,
 )
-from weft.monitor.heartbeat import Contact, beat, record_step_seconds, start_heartbeat, step_limit
-from weft.parallel.expert_dispatch import during_exchange
-from weft.parallel.pass_overlap import run_in_turns
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

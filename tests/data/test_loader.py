@@ -23,7 +23,7 @@ from weft.data.loader import (
     sample_index,
 )
 from weft.data.token_store import TokenStream
-from weft.train.job_checks import check_length
+from weft.preparation.job_checks import check_length
 
 SEPARATOR = 0
 PACKINGS: list[Packing] = ["windows", "documents"]

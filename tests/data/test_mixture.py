@@ -27,7 +27,7 @@ from weft.data.loader import (
 from weft.data.mixture import derive_source_names
 from weft.data.prepare import prepare_data, prepare_store
 from weft.data.token_store import TokenStream
-from weft.train.job_checks import prepare_job
+from weft.preparation.job_checks import prepare_job
 
 # ------------------------------------------------------------------ sampling
 

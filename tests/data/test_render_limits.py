@@ -14,7 +14,7 @@ from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
 from weft.data import render_limits
 from weft.data.chat_template import ChatTemplate, load_chat_template
-from weft.tools.evaluate import _render
+from weft.inference.evaluate import _render
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = (

@@ -15,6 +15,7 @@ from tests.random_runs import random_run
 from tests.small import small_job
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
+from weft.conversion.hf_convert import export_checkpoint
 from weft.data.dataset import dataset_from_store
 from weft.data.document_tokens import RECORD_FILE, format_record
 from weft.data.inspect import summarize_dataset
@@ -22,13 +23,12 @@ from weft.data.loader import IGNORE_INDEX, TokenChunks, build_mixture
 from weft.data.prepare import prepare_data, prepare_store
 from weft.data.token_store import Store, TokenStream, open_store
 from weft.data.tokenizer_training import train_tokenizer
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.tools.evaluate import encode_pair
-from weft.tools.generate import load_chat_format
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.inference_model import find_checkpoint
-from weft.train.job_checks import _check_start_tokens
+from weft.inference.evaluate import encode_pair
+from weft.inference.generate import load_chat_format
+from weft.inference.inference_model import find_checkpoint
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import _check_start_tokens
 
 TEXTS = [f"text number {n}, of some words\n" * (1 + n % 7) for n in range(40)]
 SPECIAL = ("</s>", "<s>", "[gMASK]", "<sop>")

@@ -21,7 +21,7 @@ from weft.data.loader import build_mixture, evaluation_batches
 from weft.data.prepare import prepare_data
 from weft.data.token_store import Store
 from weft.data.tokenizer_training import train_tokenizer
-from weft.monitor.run_reader import RunReader
+from weft.records.run_reader import RunReader
 
 WORDS = ["fox", "key", "river", "stone", "moon", "cloud", "tree", "bread", "house", "night"]
 

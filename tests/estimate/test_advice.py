@@ -12,10 +12,10 @@ from weft.config.schema import Job
 from weft.estimate.advice import Advice, advise, apply_change, candidate_changes
 from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, forecast
-from weft.plan.devices import Device, match_device
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import resolve
+from weft.planning.devices import Device, match_device
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
+from weft.planning.resolve import resolve
 
 slow = pytest.mark.slow
 

@@ -19,17 +19,17 @@ from weft.config.writer import to_toml
 from weft.estimate.calibrate import calibrate, read_run, render_calibration, save_calibration
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
-from weft.plan.devices import (
+from weft.planning.devices import (
     CPU_DEVICE,
     get_device,
     load_clusters,
     parse_cluster,
     user_cluster_files,
 )
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
-from weft.train.run_dir import write_plan
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
+from weft.training.run_dir import write_plan
 
 WEFT = [sys.executable, "-m", "weft"]
 

@@ -28,10 +28,10 @@ from weft.estimate.cost import (
 )
 from weft.models.decoder_costs import flops_per_token, num_matmul_params, num_params
 from weft.models.families.llama import PRESETS
-from weft.plan.devices import Network, find_device, get_device, load_clusters, read_clusters
-from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
-from weft.plan.plan import Machine
-from weft.plan.plan_text import plan_recipe
+from weft.planning.devices import Network, find_device, get_device, load_clusters, read_clusters
+from weft.planning.pipeline_schedule import Action, PipelineSchedule, build_schedule
+from weft.planning.plan import Machine
+from weft.planning.plan_text import plan_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 # The formulas of a plan, with options of other training systems.
@@ -447,7 +447,7 @@ def test_users_add_and_change_devices(tmp_path: Path) -> None:
         '[devices."Lab H100"]\nlike = "H100"\nnetwork = "lab"\nmemory_gib = 64\n'
         "[networks.lab]\nbandwidth = 12e9\nlatency = 1e-5\nachieved = { 2 = 1.0 }\n"
     )
-    shipped = Path(ROOT / "weft/plan/clusters.toml")
+    shipped = Path(ROOT / "weft/planning/clusters.toml")
     devices, networks = read_clusters(shipped, clusters_file)
     assert devices["H100"].sustained == 0.7
     assert devices["H100"].bf16 == get_device("H100").bf16

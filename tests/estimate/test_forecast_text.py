@@ -12,9 +12,9 @@ from weft.estimate.advice import Advice
 from weft.estimate.forecast import Forecast, forecast_to_json, price_traces
 from weft.estimate.forecast_text import describe_time, render_plan
 from weft.estimate.trace import RankTrace, trace_ranks
-from weft.plan.devices import GIB, match_device
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
+from weft.planning.devices import GIB, match_device
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
 
 
 @pytest.fixture(scope="module")

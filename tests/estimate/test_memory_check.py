@@ -20,10 +20,10 @@ from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.estimate.memory_check import predict_run
 from weft.monitor.device_memory import OTHERS, PREDICTION, memory_remedies, storage_gib
-from weft.plan.devices import parse_cluster
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
+from weft.planning.devices import parse_cluster
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
 
 SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
 

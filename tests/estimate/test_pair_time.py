@@ -30,11 +30,11 @@ from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import build_step
 from weft.parallel.expert_dispatch import during_exchange
 from weft.parallel.pass_overlap import run_in_turns
-from weft.plan.devices import get_device, parse_cluster
-from weft.plan.pipeline_schedule import Action, find_pairs
-from weft.plan.plan import Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
+from weft.planning.devices import get_device, parse_cluster
+from weft.planning.pipeline_schedule import Action, find_pairs
+from weft.planning.plan import Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
 
 
 class Clock:

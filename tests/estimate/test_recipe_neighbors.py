@@ -19,8 +19,8 @@ from weft.config.reader import read_job
 from weft.estimate.advice import advise, apply_change, candidate_changes
 from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import forecast
-from weft.plan.devices import GIB, parse_cluster
-from weft.plan.resolve import resolve
+from weft.planning.devices import GIB, parse_cluster
+from weft.planning.resolve import resolve
 
 SLOWER = 1.1
 # Formulas of memory are up to this fraction too low.

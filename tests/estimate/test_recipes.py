@@ -11,8 +11,8 @@ from weft.config.schema import Job
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
 from weft.estimate.memory_check import estimate_run
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
 
 GIB = 2**30
 LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)

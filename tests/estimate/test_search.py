@@ -33,10 +33,10 @@ from weft.estimate.search import (
     search,
     trace_candidate,
 )
-from weft.plan.devices import find_device
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
-from weft.plan.resolve import resolve
+from weft.planning.devices import find_device
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
+from weft.planning.resolve import resolve
 
 Overrides = list[tuple[str, str]]
 

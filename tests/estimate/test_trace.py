@@ -42,11 +42,11 @@ from weft.models.families import llama
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.backend import Backend
 from weft.parallel.mesh import Mesh
-from weft.plan.devices import parse_cluster
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
-from weft.train.setup import Built, build
+from weft.planning.devices import parse_cluster
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
+from weft.training.setup import Built, build
 
 BASE: Overrides = [
     ("model.num_layers", "4"),

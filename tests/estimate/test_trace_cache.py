@@ -10,9 +10,9 @@ import pytest
 from weft.estimate import trace
 from weft.estimate.forecast import forecast, forecast_to_json
 from weft.estimate.trace_cache import cache_dir
-from weft.plan.devices import find_device
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
+from weft.planning.devices import find_device
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
 
 SMALL = {
     "model.num_layers": "4",

@@ -16,8 +16,8 @@ from weft.estimate.trace_memory import (
     add_paired_passes,
     simulate_memory,
 )
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 
 def allocate(*sizes: int) -> CachingAllocator:

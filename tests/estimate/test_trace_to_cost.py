@@ -13,10 +13,10 @@ from weft.estimate.forecast import forecast, price_traces
 from weft.estimate.op_recorder import OpCall
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import TracePricer, find_fused_exchanges, to_matmul
-from weft.plan.devices import get_device, parse_cluster
-from weft.plan.plan_text import cluster_machine, plan_recipe
-from weft.plan.resolve import resolve
-from weft.train.machine import detect_machine
+from weft.planning.devices import get_device, parse_cluster
+from weft.planning.plan_text import cluster_machine, plan_recipe
+from weft.planning.resolve import resolve
+from weft.training.machine import detect_machine
 
 # Bytes per parameter of both moments of matrices in blocks. 8bit also has two bytes per 32 numbers;
 # with it, moments of other parameters are float32.

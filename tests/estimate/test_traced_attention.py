@@ -12,8 +12,8 @@ from weft.estimate.trace import RankTrace, trace_ranks
 from weft.estimate.trace_memory import peak_live_bytes
 from weft.estimate.traced_attention import visited_pairs
 from weft.models.attention import MASK_BLOCK, document_starts, first_visible, interval_block_mask
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 TOKENS = 512
 H100 = Machine("cuda", devices=8, world_size=1, capability=(9, 0))

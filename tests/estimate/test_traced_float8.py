@@ -9,8 +9,8 @@ import pytest
 from tests.small import small_job
 from weft.config.schema import PrecisionSection
 from weft.estimate.trace import trace_ranks
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 B200 = Machine("cuda", devices=8, world_size=1, capability=(10, 0))
 RECIPES = list(get_args(PrecisionSection.model_fields["float8"].annotation)[1:])

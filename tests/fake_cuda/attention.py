@@ -2,8 +2,8 @@
 
 The choice is C++ code that a CPU build lacks.  Its conditions, without dropout and for dense
 tensors, are those of PyTorch 2.13 in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, with
-cuDNN 9.11 or newer.  The order is that of `weft.train.setup.fastest_attention`; before Hopper it is
-PyTorch's own.
+cuDNN 9.11 or newer.  The order is that of `weft.training.setup.fastest_attention`; before Hopper it
+is PyTorch's own.
 """
 
 from __future__ import annotations

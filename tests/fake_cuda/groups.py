@@ -1,7 +1,7 @@
 """Check the groups of a CUDA run on four ranks: ``python -m tests.fake_cuda.groups STORE``.
 
-The world is as in `weft.train.setup.connect`: real gloo, and a bound device.  A backend that only
-claims to communicate takes the place of NCCL; like NCCL it has no CPU tensors.
+The world is as in `weft.training.setup.connect`: real gloo, and a bound device.  A backend that
+only claims to communicate takes the place of NCCL; like NCCL it has no CPU tensors.
 """
 
 from __future__ import annotations

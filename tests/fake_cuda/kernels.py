@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 
 from tests.fake_cuda.step import count_step
-from weft.plan.plan import Plan
+from weft.planning.plan import Plan
 
 NUM_MULTIPROCESSORS = {90: 132, 100: 148}  # of an H100 and a B200, by architecture
 SHARED_BYTES = 227 * 1024  # that a block of threads can use, on both

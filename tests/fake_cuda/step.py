@@ -1,7 +1,8 @@
 """Count what one rank's training step of a recipe does on fake CUDA tensors.
 
-The rank is rank 0 of the recipe's own world.  `weft.train.setup` builds it and `weft.train.step`
-runs its microbatches; the gradient norm, clipping and the update follow as in `weft.train.loop`.
+The rank is rank 0 of the recipe's own world.  `weft.training.setup` builds it and
+`weft.training.step` runs its microbatches; the gradient norm, clipping and the update follow as in
+`weft.training.loop`.
 
 *torch.compile.*  Dynamo captures blocks, loss and updates, and AOTAutograd makes and splits their
 graphs, as for inductor.  In place of inductor, `GraphCounter` counts the operators of each graph,
@@ -78,13 +79,13 @@ from weft.parallel import (
 from weft.parallel import compile as compiling
 from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.mesh import axis_by_group_name
-from weft.plan.devices import find_device, parse_cluster
-from weft.plan.plan import Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
-from weft.train import step as train_step
-from weft.train.setup import Rank, build
-from weft.train.step import batch_to
+from weft.planning.devices import find_device, parse_cluster
+from weft.planning.plan import Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
+from weft.training import step as train_step
+from weft.training.setup import Rank, build
+from weft.training.step import batch_to
 
 PACKAGE = f"{Path(weft.__file__).parent}/"
 MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}

@@ -255,7 +255,7 @@ def test_microbatch_can_be_captured(
 # Each of these would fail on a GPU, or compute with old values.
 OBSTACLES = """
 import torch
-from weft.train.step import TrainStep
+from weft.training.step import TrainStep
 step, forward = TrainStep.forward_backward, TrainStep._forward
 calls = []
 def forward_backward(self, batches):
@@ -358,7 +358,7 @@ tensor_parallel.gather_sequence = lambda x, group: gather(x, group).float().sin(
 """
 SYNCHRONIZE = """
 import torch
-from weft.train import step
+from weft.training import step
 normalize = step.TrainStep.forward_backward
 def forward_backward(self, batches):
     torch.cuda.synchronize()

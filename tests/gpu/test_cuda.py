@@ -45,11 +45,11 @@ from weft.parallel.cuda_graphs import CudaDevice
 from weft.parallel.float8 import apply_float8, prepare_compiler
 from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.parallel.token_split import shard_sequence, split_sequences, unshard_sequence
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train import loop
-from weft.train.loop import train
-from weft.train.setup import Rank, fastest_attention
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training import loop
+from weft.training.loop import train
+from weft.training.setup import Rank, fastest_attention
 
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")

@@ -73,16 +73,16 @@ from benchmarks.node import MACHINE_SECONDS as NODE_MACHINE_SECONDS
 from benchmarks.node import NODE, read_splits
 from tests.cluster.conftest import processes_in
 from tests.cluster.test_node_checks import STATE
-from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
-from weft.cluster.node_facts import DeviceMeasurements, Directory, Facts, bad, ok
 from weft.config.errors import InvalidConfig, WeftError
+from weft.config.exit_statuses import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.files import read_json
+from weft.doctor.node_facts import DeviceMeasurements, Directory, Facts, bad, ok
 from weft.estimate.cost import device_spec
 from weft.estimate.forecast import forecast
 from weft.monitor.nvml import GpuState
-from weft.plan.plan_text import plan_recipe
-from weft.train.job_checks import check_data_is_named
-from weft.train.machine import detect_machine
+from weft.planning.plan_text import plan_recipe
+from weft.preparation.job_checks import check_data_is_named
+from weft.training.machine import detect_machine
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 

@@ -34,7 +34,7 @@ from weft.models.families.llama import PRESETS
 from weft.models.hf_fields import hf_name
 from weft.models.hf_mapping import to_hf_config
 from weft.models.rotary import rope_frequencies
-from weft.plan.model_config import resolve_model
+from weft.planning.model_config import resolve_model
 
 SMALL = DecoderConfig(
     num_layers=2,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.plan.model_config import resolve_model
+from weft.planning.model_config import resolve_model
 
 LATENT = {"kv_rank": 32, "num_kv_heads": 6, "head_dim": 32, "rope_head_dim": 16}
 EXPERTS = {"num_experts": 8, "expert_dim": 64}

@@ -25,6 +25,16 @@ from weft.checkpoint.safetensors_reader import read_file_contents
 from weft.checkpoint.weight_files import Weight
 from weft.config.errors import InvalidConfig
 from weft.config.schema import RunSection
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
+from weft.conversion.hf_weights import (
+    decode_mxfp4,
+    find_dropped_bias,
+    list_hf_tensors,
+    open_hf_weights,
+    to_hf_weights,
+)
+from weft.inference.inference_model import find_checkpoint, load_unsharded
 from weft.models import FAMILIES
 from weft.models.decoder_costs import num_active_params, num_matmul_params
 from weft.models.hf_fields import DEFAULTS
@@ -36,18 +46,8 @@ from weft.models.hf_mapping import (
     simplify,
     to_hf_config,
 )
-from weft.plan.model_config import resolve_model
-from weft.plan.plan import Machine
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.hf_weights import (
-    decode_mxfp4,
-    find_dropped_bias,
-    list_hf_tensors,
-    open_hf_weights,
-    to_hf_weights,
-)
-from weft.tools.inference_model import find_checkpoint, load_unsharded
+from weft.planning.model_config import resolve_model
+from weft.planning.plan import Machine
 
 KINDS = [kind for kind, family in FAMILIES.items() if family.hf_mapping]
 SEEDS = range(1, 9)  # of the draws beyond the first
@@ -556,7 +556,7 @@ def test_every_layout_computes_the_same_gradients(kind: str, layout: str, store_
 def test_forecast_of_another_family_has_step_seconds() -> None:
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast
-    from weft.plan.plan_text import plan_recipe
+    from weft.planning.plan_text import plan_recipe
 
     overrides = [
         ("model.kind", "qwen3"),

@@ -13,9 +13,9 @@ from tokenizers.models import WordLevel
 
 from tests.models.family_draws import draw_config
 from tests.models.test_families import KINDS, transformers_model
-from weft.tools.generate import GeneratedSequence, Sampling, generate, load_chat_format
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_local_model
+from weft.conversion.hf_import import import_model
+from weft.inference.generate import GeneratedSequence, Sampling, generate, load_chat_format
+from weft.inference.inference_model import find_checkpoint, load_local_model
 
 OFTEN = ("gpt_oss", "deepseek_v3", "llama4")  # windows and sinks, latent vectors, chunks
 MAX_TOKENS = 20

@@ -25,7 +25,7 @@ from weft.models.families.moe import PRESETS
 from weft.models.layers import group_sizes, grouped_linear
 from weft.models.moe import MoE, RouterStep, moe_layers
 from weft.parallel.private import add_in_forward
-from weft.plan.model_config import resolve_model
+from weft.planning.model_config import resolve_model
 
 TINY: dict[str, Any] = {
     "num_layers": 3,

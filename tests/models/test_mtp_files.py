@@ -25,14 +25,14 @@ from tests.models.test_families import (
 from tests.small import small_job
 from weft.checkpoint.weight_files import Weight, open_weights
 from weft.config.schema import Job, ModelSection, replace
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import ModelSource, import_model, write_imported
+from weft.conversion.hf_weights import list_hf_tensors
+from weft.inference.inference_model import find_checkpoint, load_unsharded
 from weft.models import FAMILIES
 from weft.models.decoder_costs import flops_per_token, num_active_params, num_params, unit_costs
 from weft.models.hf_mapping import from_hf_config, param_shapes, to_hf_config
-from weft.plan.model_config import adopt_model, model_section
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import ModelSource, import_model, write_imported
-from weft.tools.hf_weights import list_hf_tensors
-from weft.tools.inference_model import find_checkpoint, load_unsharded
+from weft.planning.model_config import adopt_model, model_section
 
 
 def draw_mtp_files(

@@ -15,11 +15,11 @@ from tests.models.family_draws import draw_config
 from tests.models.test_families import EAGER, KINDS, LENGTH, load_tensors, save_tokenizer
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
+from weft.inference.inference_model import find_checkpoint, load_local_model, load_unsharded
 from weft.models import FAMILIES
 from weft.models.hf_mapping import from_hf_config, get_hf_mapping
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_local_model, load_unsharded
 
 SCORED = [kind for kind in KINDS if get_hf_mapping(FAMILIES[kind]).score_architecture]
 

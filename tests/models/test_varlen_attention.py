@@ -29,9 +29,9 @@ from weft.models.varlen_attention import (
 )
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.block_attention import document_boundaries
-from weft.plan.devices import parse_cluster
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
+from weft.planning.devices import parse_cluster
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
 
 CPU = torch.device("cpu")
 

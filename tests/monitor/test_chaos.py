@@ -22,7 +22,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, records, this_rank, train_rank
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.data.loader import Batch, Loader
-from weft.train import run
+from weft.training import run
 
 STEPS = 40
 JOB: Overrides = [

@@ -16,8 +16,8 @@ from tests.harness import run_ranks
 from tests.small import Overrides, plan_here, records, small_job, this_rank
 from weft.data.dataset import open_dataset
 from weft.monitor.anomaly import DivergenceDetector, divergence_of
-from weft.monitor.run_reader import RunReader, read_event_log
-from weft.train.loop import train
+from weft.records.run_reader import RunReader, read_event_log
+from weft.training.loop import train
 
 GUESS = math.log(50_000)  # 10.82
 

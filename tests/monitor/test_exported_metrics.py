@@ -32,8 +32,8 @@ from weft.monitor.exported_metrics import (
 from weft.monitor.prometheus import format_metrics, serve_metrics
 from weft.monitor.step_record import KEY_PREFIXES, ROUTER_METRICS, TRACKER_NAMES, StepRecord
 from weft.monitor.tracker_services import OpenTelemetry
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 FULL = record(
     7,

@@ -18,8 +18,8 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
 from weft.monitor.faults import SITES
-from weft.train.job_checks import prepare_job
-from weft.train.loop import train
+from weft.preparation.job_checks import prepare_job
+from weft.training.loop import train
 
 # The run keeps two checkpoints, so the third save deletes one.
 ONE_LAYER = ("model.num_layers", "1")

@@ -17,22 +17,22 @@ from tests.garbled import FILES, Case, cases, garbled
 from tests.harness import run_ranks
 from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
 from weft.cli.main import main
-from weft.cluster.rank_exit import log_path, read_error_reports, write_error
+from weft.comparison.trials import measure_trial
 from weft.config.errors import WeftError
 from weft.config.reader import read_job
 from weft.data.dataset import open_dataset
 from weft.monitor.device_memory import RunPrediction, read_prediction
 from weft.monitor.jsonl import JsonlFile, last_logged_step, read_tail
-from weft.monitor.jsonl_reader import read_records
-from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import SpanWriter
 from weft.monitor.step_timer import StepTimer
-from weft.tools.report.page import REPORT_FILE
-from weft.tools.report.run_report import report_page
-from weft.tools.trials import measure_trial
-from weft.train.job_checks import describe_changes
-from weft.train.loop import train
-from weft.train.run_files import write_run_files
+from weft.preparation.job_checks import describe_changes
+from weft.preparation.run_files import write_run_files
+from weft.records.jsonl_reader import read_records
+from weft.records.run_reader import RunReader
+from weft.reporting.page import REPORT_FILE
+from weft.reporting.run_report import report_page
+from weft.supervision.rank_exit import log_path, read_error_reports, write_error
+from weft.training.loop import train
 
 CASES = cases()
 SECONDS = 60  # limit for all readers of a directory; a read of a pipe would never end

@@ -21,7 +21,7 @@ from weft.monitor.jsonl import (
     read_lines_from_end,
     read_tail,
 )
-from weft.monitor.jsonl_reader import read_records, read_values
+from weft.records.jsonl_reader import read_records, read_values
 
 Records = list[dict[str, Any]]
 

@@ -16,7 +16,6 @@ from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.monitor.test_faults import fault
 from tests.small import Overrides, train_rank
-from weft.monitor.layer_comparison import read_statistics
 from weft.monitor.layer_stats import (
     compute_sums,
     find_first_nonfinite,
@@ -25,6 +24,7 @@ from weft.monitor.layer_stats import (
     name_layers,
     reduce_sums,
 )
+from weft.records.layer_comparison import read_statistics
 
 MODEL: Overrides = [
     ("model.num_layers", "2"),

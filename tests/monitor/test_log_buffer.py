@@ -22,14 +22,14 @@ from weft.checkpoint.manifest import list_checkpoints
 from weft.config.files import append_bytes
 from weft.data.dataset import open_dataset
 from weft.monitor.event_log import EventLog
-from weft.monitor.jsonl_reader import read_records
 from weft.monitor.log_buffer import LogBuffer
-from weft.monitor.run_reader import read_event_log
-from weft.monitor.span_reader import read_spans
 from weft.monitor.spans import SpanWriter, span, spans_path
 from weft.monitor.tracker_services import TensorBoard
 from weft.monitor.trackers import Jsonl
-from weft.train.loop import train
+from weft.records.jsonl_reader import read_records
+from weft.records.run_reader import read_event_log
+from weft.records.span_reader import read_spans
+from weft.training.loop import train
 
 MIB = 1 << 20
 

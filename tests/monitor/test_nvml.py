@@ -13,7 +13,7 @@ import pytest
 
 from tests import fake_nvml
 from tests.cluster.conftest import WEFT, processes_in
-from weft.cluster import FAILED
+from weft.config.exit_statuses import FAILED
 from weft.monitor import nvml
 from weft.monitor.nvml import TIMED_OUT, Gpu, GpuState, query_gpus
 from weft.monitor.process import run_with_limit

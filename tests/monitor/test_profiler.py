@@ -20,10 +20,10 @@ from weft.monitor import profiler as profiling
 from weft.monitor.profiler import STEP, find_axis, format_table
 from weft.monitor.spans import spans_path
 from weft.monitor.step_timer import PHASES
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.job_checks import prepare_job
-from weft.train.loop import train
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import prepare_job
+from weft.training.loop import train
 
 UNTIED = ("model.tied_embeddings", "false")
 PIPELINE = [("parallel.pp", "2"), ("train.microbatch_size", "2"), UNTIED]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.monitor.run_cost import compute_cost, device_seconds
-from weft.monitor.run_reader import RunReader
+from weft.records.run_cost import compute_cost, device_seconds
+from weft.records.run_reader import RunReader
 
 LONG_AGO = 1.7e9
 

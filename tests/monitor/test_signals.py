@@ -30,11 +30,11 @@ from tests.small import (
 from tests.stop_drill import drill, print_stops
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.data.dataset import open_dataset
-from weft.monitor.run_reader import read_event_log
 from weft.monitor.signals import listen
-from weft.train import loop
-from weft.train.loop import train
-from weft.train.step import TrainStep
+from weft.records.run_reader import read_event_log
+from weft.training import loop
+from weft.training.loop import train
+from weft.training.step import TrainStep
 
 STEPS: Overrides = [
     ("model.num_layers", "1"),

@@ -14,10 +14,10 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, train_rank
 from weft.monitor import spans
-from weft.monitor.span_reader import read_spans
 from weft.monitor.spans import SpanWriter, action, flush_spans, span, spans_path
 from weft.monitor.step_timer import PHASES, StepTimer, enter_phase
-from weft.plan.pipeline_schedule import build_schedule
+from weft.planning.pipeline_schedule import build_schedule
+from weft.records.span_reader import read_spans
 
 STEPS = [("train.steps", "3"), ("monitor.log_interval", "1")]
 

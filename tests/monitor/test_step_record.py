@@ -17,7 +17,6 @@ from weft.models.decoder_costs import flops_per_token
 from weft.models.families.llama import PRESETS
 from weft.monitor import trackers as sinks
 from weft.monitor.event_log import note_event
-from weft.monitor.run_reader import read_event_log
 from weft.monitor.step_record import (
     StepRecord,
     device_hours,
@@ -30,8 +29,9 @@ from weft.monitor.step_timer import StepTimes
 from weft.monitor.terminal import Terminal, format_duration, quiet_console
 from weft.monitor.tracker_services import TensorBoard
 from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.records.run_reader import read_event_log
 
 
 def record(step: int, **changes: object) -> StepRecord:

@@ -13,8 +13,8 @@ import pytest
 
 from tests import fake_nvml
 from weft.monitor import system_sampler
+from weft.monitor.jsonl import SYSTEM_FILE
 from weft.monitor.nvml import Gpu
-from weft.monitor.run_reader import SYSTEM_FILE
 from weft.monitor.system_sampler import (
     SystemSampler,
     compute_rates,

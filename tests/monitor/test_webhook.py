@@ -17,8 +17,8 @@ from weft.config.reader import read_job
 from weft.monitor import webhook
 from weft.monitor.event_log import EventLog
 from weft.monitor.webhook import post_events, read_webhook_url
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 SECRET = "T0/B1/s3cr3t-Key"
 

@@ -34,7 +34,7 @@ from tests.mutation.runner import (
 )
 from tests.mutation.score import report
 
-NUMERIC = ("models/", "parallel/", "optim/", "train/loss", "train/step", "train/objective")
+NUMERIC = ("models/", "parallel/", "optim/", "training/loss", "training/step")
 
 
 def main() -> int:

@@ -44,8 +44,8 @@ from tests import oracle as oracle_module
 from tests import oracle_models
 from tests.oracle import Case, departures, make_case
 from weft.config.errors import InvalidConfig, WeftError
-from weft.tools.local_ranks import RanksFailed, run_ranks
-from weft.tools.verify import read_recipe, verify
+from weft.supervision.local_ranks import RanksFailed, run_ranks
+from weft.verification.verify import read_recipe, verify
 
 Overrides = list[tuple[str, str]]
 # In the order of execution.
@@ -79,8 +79,8 @@ class Check:
     def run(self, precision: str, timeout: float) -> Finding | None:
         """Run the check; a rank's exception has its full stack as text."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("weft.tools.local_ranks._format_error", format_error)
-            patch.setattr("weft.tools.local_ranks.MAX_LOG_LINES", 200)
+            patch.setattr("weft.supervision.local_ranks._format_error", format_error)
+            patch.setattr("weft.supervision.local_ranks.MAX_LOG_LINES", 200)
             return self.find(precision, timeout)
 
 
@@ -94,9 +94,9 @@ REPORTING = (
     "checkpoint/manifest.py:run_on_rank_0",
     "config/",
     "parallel/private.py",
-    "tools/local_ranks.py",
-    "tools/shrink.py",
-    "tools/verify",
+    "supervision/local_ranks.py",
+    "verification/shrink.py",
+    "verification/verify",
 )
 
 
@@ -134,7 +134,7 @@ def frame_of(text: str) -> str:
 
 PATCHES: dict[str, dict[str, Any]] = {
     # With the usual constants, the small tensors of a check would not be split or moved.
-    "chunks": {"weft.train.loss.CHUNK_BYTES": 4 * 288 * 8},
+    "chunks": {"weft.training.loss.CHUNK_BYTES": 4 * 288 * 8},
     "offload": {"weft.parallel.activation_offload.MIN_OFFLOAD_BYTES": 1},
 }
 
@@ -455,7 +455,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
 BESIDE = {
     "activation_checkpoint": "parallel/activation_checkpoint.py",
     "offload": "parallel/activation_offload.py",
-    "chunks": "train/loss.py",
+    "chunks": "training/loss.py",
     "canonical": "parallel/data_parallel.py",
 }
 
@@ -551,7 +551,7 @@ TECHNIQUES: dict[str, Technique] = {
     "zbv": _pp("ZBVZeroBubble"),
     "dualpipe": _pp("DualPipeV", **{"train.microbatch_size": "1"}),
     "tied": _key("parallel/tied_parameters.py", model__tied_embeddings="true"),
-    "short": _key("train/step.py", train__microbatch_size="3", train__global_batch_size="8"),
+    "short": _key("training/step.py", train__microbatch_size="3", train__global_batch_size="8"),
     "ring": _cp("ring"),
     "ring in order": _cp("ring", False),
     "allgather": _cp("allgather"),
@@ -571,7 +571,7 @@ TECHNIQUES: dict[str, Technique] = {
     "persist": _key("parallel/data_parallel.py", parallel__param_persistence_threshold="300"),
     "prefetch": _key("parallel/data_parallel.py", parallel__fsdp_prefetch="2"),
     "two stages": _key("parallel/hierarchical_gather.py", parallel__hierarchical_gather="true"),
-    "replica outer": _key("plan/placement.py", parallel__mesh_order="replica-outer"),
+    "replica outer": _key("planning/placement.py", parallel__mesh_order="replica-outer"),
     "cpu offload": _key("parallel/data_parallel.py", parallel__cpu_offload="true"),
     "full": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="full"),
     "selective": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="selective"),
@@ -581,7 +581,7 @@ TECHNIQUES: dict[str, Technique] = {
         activation_checkpoint__memory_budget="0.5",
     ),
     "offload": _key("parallel/activation_offload.py", activation_checkpoint__offload="true"),
-    "chunks": _key("train/loss.py"),
+    "chunks": _key("training/loss.py"),
     "lora": _key("parallel/lora.py", lora__rank="4"),
     "nf4": _key(
         "parallel/lora.py",
@@ -593,7 +593,7 @@ TECHNIQUES: dict[str, Technique] = {
         model__ffn_dim="256",
     ),
     "dpo": _key(
-        "train/loss.py",
+        "training/loss.py",
         data__format="preferences",
         data__tokenizer="none",
         train__objective="dpo",
@@ -733,14 +733,17 @@ BLAMED = (
     (r"updates first differ in \S*expert_bias", "optim/balance.py"),
     (r"updates first differ", "optim/optimizer.py"),
     (r"initial weights differ", "parallel/initialization.py"),
-    (r"the loss's normalization", "train/step.py"),
+    (r"the loss's normalization", "training/step.py"),
     # A loss that is an integer multiple was summed over too many ranks.
-    (r"the loss differs \(\d\.0e\+\d\d, .*and no gradient does", "train/step.py"),
-    (r"validation loss differs", "train/step.py"),
+    (r"the loss differs \(\d\.0e\+\d\d, .*and no gradient does", "training/step.py"),
+    (r"validation loss differs", "training/step.py"),
 )
 # With an equal forward pass, a technique changes the local loss only in these modules: tensor
-# parallelism in the vocabulary-parallel loss.  train/step.py sums over ranks.
-COMPUTES_LOSS = {"parallel/tensor_parallel.py": "train/loss.py", "train/loss.py": "train/loss.py"}
+# parallelism in the vocabulary-parallel loss.  training/step.py sums over ranks.
+COMPUTES_LOSS = {
+    "parallel/tensor_parallel.py": "training/loss.py",
+    "training/loss.py": "training/loss.py",
+}
 
 
 def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) -> Finding | None:
@@ -748,7 +751,7 @@ def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) ->
     try:
         text = run_layout(techniques, precision, timeout)
     except InvalidConfig as error:
-        return Finding(f"refused: {str(error)[:300]}", "plan/resolve.py")
+        return Finding(f"refused: {str(error)[:300]}", "planning/resolve.py")
     if not text:
         return None
     return Finding(text[:400], blame(techniques, text, precision, timeout))
@@ -775,7 +778,7 @@ def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) 
     module = TECHNIQUES[vanishes[0]].module
     if len(vanishes) > 1 and TECHNIQUES[vanishes[0]].ranks > 1:
         module = "parallel/mesh.py"  # the axes are wrong only in combination
-    return COMPUTES_LOSS.get(module, "train/step.py") if "the loss differs" in text else module
+    return COMPUTES_LOSS.get(module, "training/step.py") if "the loss differs" in text else module
 
 
 def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeout: float) -> bool:

@@ -40,14 +40,14 @@ ATTENTION = (
     "parallel/block_attention.py",
     "parallel/collectives.py",
 )
-LOGITS = ("models/attention.py", "optim/qk_clip.py", "train/loop.py", "train/step_hooks.py")
+LOGITS = ("models/attention.py", "optim/qk_clip.py", "training/loop.py", "training/step_hooks.py")
 EXPERTS = (
     "models/moe.py",
     "parallel/expert_parallel.py",
     "parallel/expert_dispatch.py",
     "optim/balance.py",
 )
-LOSS = ("train/step.py", "train/loss.py", "train/loss.py")
+LOSS = ("training/step.py", "training/loss.py", "training/loss.py")
 SHARDS = (
     "parallel/data_parallel.py",
     "parallel/apply.py",
@@ -58,11 +58,16 @@ STAGES = (
     "parallel/pipeline_parallel.py",
     "parallel/weight_gradients.py",
     "parallel/private.py",
-    "plan/stages.py",
+    "planning/stages.py",
     "parallel/apply.py",
 )
 PAIRS = ("parallel/pass_overlap.py", "parallel/private_schedules.py", *STAGES)
-MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
+MESH = (
+    "parallel/mesh.py",
+    "planning/placement.py",
+    "training/step.py",
+    "parallel/data_parallel.py",
+)
 ADAPTERS = (
     "parallel/lora.py",
     "parallel/lora_layers.py",
@@ -71,8 +76,8 @@ ADAPTERS = (
     "parallel/lora_dropout.py",
     "parallel/token_keys.py",
     "parallel/float8_frozen.py",
-    "plan/lora_plan.py",
-    "tools/peft_export.py",
+    "planning/lora_plan.py",
+    "conversion/peft_export.py",
 )
 DATA = ("data/loader.py", "data/packing.py", "data/token_store.py")
 SAVED = (
@@ -85,14 +90,14 @@ SAVED = (
 )
 OPTIMIZER = ("optim/optimizer.py", "optim/low_precision_adamw.py", "optim/muon.py")
 RECORDS = (
-    "train/metric_logger.py",
-    "train/metric_logger.py",
+    "training/metric_logger.py",
+    "training/metric_logger.py",
     "monitor/step_record.py",
     "monitor/layer_stats.py",
-    "train/loop.py",
+    "training/loop.py",
 )
 GROUPS = (
-    "plan/placement.py",
+    "planning/placement.py",
     "parallel/mesh.py",
     "parallel/dtensor.py",
     "parallel/initialization.py",
@@ -519,7 +524,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "router losses count for each rank of tp that has other tokens",
-        "train/step_hooks.py",
+        "training/step_hooks.py",
         "device, by_layer, plan.etp)",
         "device, by_layer, plan.tp)",
         EXPERTS,
@@ -535,7 +540,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "router losses of one rank's sequences",
-        "train/step.py",
+        "training/step.py",
         "for batch in batches) * self.plan.dp_size",
         "for batch in batches)",
         EXPERTS,
@@ -626,7 +631,7 @@ FAULTS: list[Fault] = [
         "models/hf_rope.py",
         'tree: Json = {"rope_theta": config.rope_theta, ',
         'tree: Json = {"rope_theta": 10000.0, ',
-        ("tools/hf_convert.py",),
+        ("conversion/hf_convert.py",),
     ),
     Fault(
         "interchange",
@@ -634,7 +639,7 @@ FAULTS: list[Fault] = [
         "models/hf_rope.py",
         '"rope_scaling": scaling}',
         '"rope_scaling": None}',
-        ("tools/hf_convert.py",),
+        ("conversion/hf_convert.py",),
     ),
     Fault(
         "interchange",
@@ -642,15 +647,15 @@ FAULTS: list[Fault] = [
         "models/hf_rope.py",
         'fields["rope_scaling"] = kind',
         'fields["rope_scaling"] = "none"',
-        ("tools/hf_convert.py",),
+        ("conversion/hf_convert.py",),
     ),
     Fault(
         "interchange",
         "the load-balance bias is rounded",
-        "tools/hf_weights.py",
+        "conversion/hf_weights.py",
         '(name,), "bias", dtype=torch.float32',
         '(name,), "bias"',
-        ("tools/hf_convert.py",),
+        ("conversion/hf_convert.py",),
     ),
     Fault(
         "interchange",
@@ -672,7 +677,7 @@ FAULTS: list[Fault] = [
         "models/kv_cache.py",
         "mask_BTS = slots_S <= positions_BT1",
         "mask_BTS = slots_S < positions_BT1",
-        ("tools/generate.py",),
+        ("inference/generate.py",),
     ),
     Fault(
         "stale buffer",
@@ -680,7 +685,7 @@ FAULTS: list[Fault] = [
         "models/kv_cache.py",
         "self.v_BSGK[batch_B1, cache.positions_BT] = v_BTGK",
         "pass",
-        ("tools/generate.py",),
+        ("inference/generate.py",),
     ),
     Fault(
         "mask",
@@ -688,7 +693,7 @@ FAULTS: list[Fault] = [
         "models/kv_cache.py",
         "int(positions_BT.max()) + 1",
         "int(positions_BT.min()) + 1",
-        ("tools/generate.py",),
+        ("inference/generate.py",),
     ),
     # ---------------------------------------------------------------- parts of other models
     Fault(
@@ -1146,7 +1151,7 @@ FAULTS: list[Fault] = [
         "models/kv_cache.py",
         "slots_S > positions_BT1 - options.window",
         "slots_S >= positions_BT1 - options.window",
-        ("tools/generate.py", *MODEL),
+        ("inference/generate.py", *MODEL),
     ),
     Fault(
         "mask",
@@ -1154,7 +1159,7 @@ FAULTS: list[Fault] = [
         "models/kv_cache.py",
         "mask_BTS &= slots_S >= positions_BT1 // options.chunk * options.chunk",
         "pass",
-        ("tools/generate.py", *MODEL),
+        ("inference/generate.py", *MODEL),
     ),
     # ---------------------------------------------------------------- tensor parallel
     Fault(
@@ -1199,7 +1204,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "ranks take another's head",
-        "plan/shard_sizes.py",
+        "planning/shard_sizes.py",
         "keys = [head // group for",
         "keys = [head % num_kv_heads for",
         ("parallel/tensor_parallel.py",),
@@ -1242,35 +1247,35 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "each rank subtracts its own maximum",
-        "train/loss.py",
+        "training/loss.py",
         "dist.all_reduce(max_N, dist.ReduceOp.MAX, group)",
         "pass",
     ),
     Fault(
         "double reduce",
         "every rank adds a target's logit",
-        "train/loss.py",
+        "training/loss.py",
         "target_N = target_N.masked_fill(is_elsewhere_N, 0.0)",
         "target_N = target_N * 1",
     ),
     Fault(
         "missing reduce",
         "a softmax over one rank's entries",
-        "train/loss.py",
+        "training/loss.py",
         "dist.all_reduce(sums_2N, group=group)",
         "pass",
     ),
     Fault(
         "loss",
         "the target is subtracted on every rank",
-        "train/loss.py",
+        "training/loss.py",
         "at_target_N = grad_N.masked_fill(is_elsewhere_N, 0.0)",
         "at_target_N = grad_N",
     ),
     Fault(
         "loss mask",
         "tokens without a target have a gradient",
-        "train/loss.py",
+        "training/loss.py",
         "grad_BT.flatten().masked_fill(is_ignored_N, 0.0)",
         "grad_BT.flatten().clone()",
     ),
@@ -1281,7 +1286,7 @@ FAULTS: list[Fault] = [
         "parallel/token_split.py",
         "_reorder(x_BT.flatten(0, 1), sorted(by_rank, key=_position), by_rank)",
         "_reorder(x_BT.flatten(0, 1), by_rank, by_rank)",
-        (*ATTENTION, "train/step.py"),
+        (*ATTENTION, "training/step.py"),
     ),
     Fault(
         "lost scale",
@@ -1519,7 +1524,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "a step that is computed again adds to its gradients",
-        "train/step.py",
+        "training/step.py",
         """            for part in self.model_parts:
                 part.zero_grad()
 """,
@@ -1619,7 +1624,7 @@ FAULTS: list[Fault] = [
     Fault(
         "optimizer",
         "Muon moves the tables, too",
-        "plan/matrices.py",
+        "planning/matrices.py",
         "return param.dim() >= 2 and param in block_params and not is_vector",
         "return param.dim() >= 2",
         OPTIMIZER,
@@ -1823,7 +1828,7 @@ FAULTS: list[Fault] = [
     Fault(
         "multi-token prediction",
         "the weight is that of each layer, not of their mean",
-        "train/multi_token.py",
+        "training/multi_token.py",
         "weight / num_layers",
         "weight",
         LOSS,
@@ -1831,7 +1836,7 @@ FAULTS: list[Fault] = [
     Fault(
         "multi-token prediction",
         "all losses are divided by the targets of the next token",
-        "train/multi_token.py",
+        "training/multi_token.py",
         "self._weight * divisors[0] / divisors[1:]",
         "self._weight * torch.ones_like(divisors[1:])",
         LOSS,
@@ -1839,7 +1844,7 @@ FAULTS: list[Fault] = [
     Fault(
         "multi-token prediction",
         "the logged loss is that of all layers",
-        "train/multi_token.py",
+        "training/multi_token.py",
         "main + (total - total.detach())",
         "total + 0 * main",
         LOSS,
@@ -1879,7 +1884,7 @@ FAULTS: list[Fault] = [
     Fault(
         "multi-token prediction",
         "the last stage has a separate embedding",
-        "plan/plan.py",
+        "planning/plan.py",
         'or getattr(model, "mtp_layers", 0) > 0',
         'or getattr(model, "mtp_layers", 0) > 9',
         STAGES,
@@ -1976,7 +1981,7 @@ FAULTS: list[Fault] = [
     Fault(
         "attention logits",
         "the loop does not scale weights",
-        "train/loop.py",
+        "training/loop.py",
         "hook.update(is_bad)",
         "hook.measure()",
         LOGITS,
@@ -1985,7 +1990,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "a rank divides by its own tokens",
-        "train/step.py",
+        "training/step.py",
         "count = self.mesh.all_reduce_dp_cp(self._count(microbatches))",
         "count = self._count(microbatches) * self.plan.dp_size",
         LOSS,
@@ -1993,7 +1998,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "all microbatches count as the first",
-        "train/step.py",
+        "training/step.py",
         "counts = [self.objective.counts(m.sequences).view(shape).sum(1) for m in microbatches]",
         "counts = [self.objective.counts(microbatches[0].sequences).view(shape).sum(1)"
         " for _ in microbatches]",
@@ -2002,7 +2007,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong microbatch",
         "the loss is of the first microbatch",
-        "train/step.py",
+        "training/step.py",
         "            targets=padded,",
         "            targets=padded[:1] * len(padded),",
         (*LOSS, *STAGES),
@@ -2010,7 +2015,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong microbatch",
         "the last microbatch is dropped",
-        "train/step.py",
+        "training/step.py",
         "for index, microbatch in enumerate(microbatches):",
         "for index, microbatch in enumerate(microbatches[: max(1, len(microbatches) - 1)]):",
         LOSS,
@@ -2018,7 +2023,7 @@ FAULTS: list[Fault] = [
     Fault(
         "resharded too early",
         "the first microbatch is taken for the last",
-        "train/step.py",
+        "training/step.py",
         "set_gradient_sync(part, index == last, self.plan.gradient_sync)",
         "set_gradient_sync(part, index == 0, self.plan.gradient_sync)",
         (*LOSS, *SHARDS),
@@ -2026,7 +2031,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stale buffer",
         "an evaluation divides by the tokens of a step",
-        "train/step.py",
+        "training/step.py",
         "self._shard_sequence(batch_to(b, self.device)) for b in some",
         "self._shard_sequence(batch_to(b, self.device))._replace("
         "divisors=self._ones * self.plan.tokens_per_step) for b in some",
@@ -2051,7 +2056,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "every context-parallel rank counts the pairs",
-        "train/step.py",
+        "training/step.py",
         "self._owns_targets = cp_rank == 0 or not self._gathers_losses",
         "self._owns_targets = True",
         LOSS,
@@ -2059,7 +2064,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "an evaluation is one rank's",
-        "train/step.py",
+        "training/step.py",
         "            dist.all_reduce(loss_and_count)",
         "            pass",
         LOSS,
@@ -2067,7 +2072,7 @@ FAULTS: list[Fault] = [
     Fault(
         "loss mask",
         "rows that fill a microbatch count",
-        "train/step.py",
+        "training/step.py",
         "    padded.targets_BT[-missing:] = IGNORE_INDEX\n    return",
         "    return",
         LOSS,
@@ -2075,7 +2080,7 @@ FAULTS: list[Fault] = [
     Fault(
         "double reduce",
         "every tensor-parallel rank tells the loss",
-        "train/step.py",
+        "training/step.py",
         'is_first = mesh.coordinates["tp"] == 0 and self._owns_targets',
         "is_first = self._owns_targets",
         LOSS,
@@ -2083,7 +2088,7 @@ FAULTS: list[Fault] = [
     Fault(
         "rotary positions",
         "slices have no positions",
-        "train/step.py",
+        "training/step.py",
         "batch = batch._replace(positions_BT=positions_T.expand_as(batch.tokens_BT))",
         "pass",
         (*LOSS, *ATTENTION),
@@ -2091,7 +2096,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "metrics count microbatches",
-        "train/step.py",
+        "training/step.py",
         "sums_BC2[:, 0, 1].sum() if counts_BM is None",
         "1 if counts_BM is None",
         LOSS,
@@ -2099,7 +2104,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stale buffer",
         "weights stay gathered after an evaluation",
-        "train/step.py",
+        "training/step.py",
         "            part.train()\n            reshard(part)\n        count = ",
         "            part.train()\n        count = ",
         (*LOSS, *SHARDS, "checkpoint/state_dict.py"),
@@ -2107,7 +2112,7 @@ FAULTS: list[Fault] = [
     Fault(
         "loss mask",
         "the first id has no loss",
-        "train/loss.py",
+        "training/loss.py",
         "is_elsewhere_N = columns_N == IGNORE_INDEX",
         "is_elsewhere_N = columns_N <= 0",
         LOSS,
@@ -2115,7 +2120,7 @@ FAULTS: list[Fault] = [
     Fault(
         "accumulation",
         "the last chunk's gradient only",
-        "train/loss.py",
+        "training/loss.py",
         "            total += gradient",
         "            total.copy_(gradient)",
         LOSS,
@@ -2123,7 +2128,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "chunks are not divided",
-        "train/loss.py",
+        "training/loss.py",
         "known.mul_(grad).to(dtype)",
         "known.to(dtype)",
         LOSS,
@@ -2131,7 +2136,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "the rejected answer is preferred",
-        "train/loss.py",
+        "training/loss.py",
         "return values_BP2[..., 0] - values_BP2[..., 1]",
         "return values_BP2[..., 1] - values_BP2[..., 0]",
         LOSS,
@@ -2139,7 +2144,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "beta does not scale the references",
-        "train/loss.py",
+        "training/loss.py",
         "scores_BP2 = logprobs_BP2 - batch.references_BP2",
         "scores_BP2 = logprobs_BP2 - batch.references_BP2 / beta",
         LOSS,
@@ -2147,23 +2152,23 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "probabilities have the wrong sign",
-        "train/loss.py",
+        "training/loss.py",
         "return -_sum_by_answer(losses_BT, batch)",
         "return _sum_by_answer(losses_BT, batch)",
-        (*LOSS, "train/reference_logprobs.py"),
+        (*LOSS, "training/reference_logprobs.py"),
     ),
     Fault(
         "wrong divisor",
         "pairs count as tokens",
-        "train/loss.py",
+        "training/loss.py",
         "return find_groups(batch).sum(1)",
         "return count_targets(batch)",
-        (*LOSS, "train/reference_logprobs.py"),
+        (*LOSS, "training/reference_logprobs.py"),
     ),
     Fault(
         "counters",
         "rewards are not scaled",
-        "train/loss.py",
+        "training/loss.py",
         "(margin_BP > 0).float(), rewards_BP2[..., 0], rewards_BP2[..., 1])",
         "(margin_BP > 0).float(), rewards_BP2[..., 1], rewards_BP2[..., 0])",
         LOSS,
@@ -2171,7 +2176,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "references are one rank's",
-        "train/reference_logprobs.py",
+        "training/reference_logprobs.py",
         "        dist.all_reduce(result)",
         "        pass",
         LOSS,
@@ -2179,7 +2184,7 @@ FAULTS: list[Fault] = [
     Fault(
         "schedule",
         "the rate of the step that comes next",
-        "train/loop.py",
+        "training/loop.py",
         "lr = learning_rate(step, run.plan.num_steps, optim, run.built.lr_decay)",
         "lr = learning_rate(min(run.plan.num_steps, step + 1), run.plan.num_steps, optim, "
         "run.built.lr_decay)",
@@ -2187,48 +2192,48 @@ FAULTS: list[Fault] = [
     Fault(
         "data order",
         "batches overlap",
-        "train/loop.py",
+        "training/loop.py",
         "state.samples + plan.global_batch_size",
         "state.samples + plan.global_batch_size - 1",
-        ("train/state.py",),
+        ("training/state.py",),
     ),
     Fault(
         "data order",
         "a resumed run reads the same again",
-        "train/loop.py",
+        "training/loop.py",
         "get_microbatches(state.samples, run.replicas.index, run.replicas.count)",
         "get_microbatches(state.samples - run.initial_state.step * "
         "run.plan.global_batch_size, 0, 1)",
-        ("train/state.py",),
+        ("training/state.py",),
     ),
     Fault(
         "clipping",
         "a run does not clip",
-        "train/loop.py",
+        "training/loop.py",
         "masked_step(optimizer, is_bad, clip_scale(result.grad_norm, optim.max_grad_norm))",
         "masked_step(optimizer, is_bad)",
     ),
     Fault(
         "checkpoint",
         "steps are saved for samples",
-        "train/state.py",
+        "training/state.py",
         '"samples": self.samples,',
         '"samples": self.step,',
-        ("train/loop.py",),
+        ("training/loop.py",),
     ),
     Fault(
         "checkpoint",
         "a resumed run is a step behind",
-        "train/state.py",
+        "training/state.py",
         'step=manifest["step"],',
         'step=manifest["step"] - 1,',
-        ("train/loop.py", "train/metric_logger.py"),
+        ("training/loop.py", "training/metric_logger.py"),
     ),
     # ---------------------------------------------------------------- records
     Fault(
         "counters",
         "tokens of one row a step",
-        "train/metric_logger.py",
+        "training/metric_logger.py",
         "tokens=state.samples * plan.seq_len",
         "tokens=state.step * plan.seq_len",
         RECORDS,
@@ -2236,7 +2241,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "evaluated a step early",
-        "train/metric_logger.py",
+        "training/metric_logger.py",
         "(interval > 0 and step % interval == 0)",
         "(interval > 0 and step % interval == 1)",
         RECORDS,
@@ -2244,7 +2249,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "sources have equal shares",
-        "train/metric_logger.py",
+        "training/metric_logger.py",
         "loss /= sum(shares.values())",
         "loss = sum(losses.values()) / len(losses)",
         RECORDS,
@@ -2252,7 +2257,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "means of sources are one rank's",
-        "train/metric_logger.py",
+        "training/metric_logger.py",
         "            dist.all_reduce(total)",
         "            pass",
         RECORDS,
@@ -2300,7 +2305,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "tokens of one rank's step",
-        "plan/resolve.py",
+        "planning/resolve.py",
         "tokens_per_step=train.global_batch_size * train.seq_len",
         "tokens_per_step=batch.local_batch_size * train.seq_len",
         RECORDS,
@@ -2527,7 +2532,7 @@ FAULTS: list[Fault] = [
         "checkpoint/state_dict.py",
         "in optimizer.state.get(param, {}).items():",
         "in list(optimizer.state.get(param, {}).items())[:2]:",
-        (*SAVED, "train/loop.py"),
+        (*SAVED, "training/loop.py"),
     ),
     Fault(
         "wrong offset",
@@ -2535,7 +2540,7 @@ FAULTS: list[Fault] = [
         "checkpoint/shard_files.py",
         "[list(shard.offsets), list(shard.sizes), layout.tensors[shard.name].begin]",
         "[list(shard.offsets), list(shard.sizes), layout.num_bytes - shard.num_bytes]",
-        (*SAVED, "train/loop.py"),
+        (*SAVED, "training/loop.py"),
     ),
     Fault(
         "wrong offset",
@@ -2621,35 +2626,35 @@ FAULTS: list[Fault] = [
     Fault(
         "sampling",
         "repetition is rewarded",
-        "tools/generate.py",
+        "inference/generate.py",
         "torch.where(logits > 0, logits / penalty, logits * penalty)",
         "torch.where(logits > 0, logits * penalty, logits / penalty)",
     ),
     Fault(
         "sampling",
         "top-p leaves out the last one",
-        "tools/generate.py",
+        "inference/generate.py",
         "probs.cumsum(0) - probs >= sampling.top_p",
         "probs.cumsum(0) >= sampling.top_p",
     ),
     Fault(
         "sampling",
         "temperature heats",
-        "tools/generate.py",
+        "inference/generate.py",
         "(values - values[0]) / sampling.temperature",
         "(values - values[0]) * sampling.temperature",
     ),
     Fault(
         "sampling",
         "min-p is absolute",
-        "tools/generate.py",
+        "inference/generate.py",
         "probs < sampling.min_p * probs[0]",
         "probs < sampling.min_p",
     ),
     Fault(
         "rotary positions",
         "a new token is one place further",
-        "tools/generate.py",
+        "inference/generate.py",
         "[[sequence.length - 1] for sequence in sequences]",
         "[[sequence.length] for sequence in sequences]",
         ("models/layers.py",),
@@ -2657,29 +2662,29 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "the token after the padding",
-        "tools/generate.py",
+        "inference/generate.py",
         "last_B = torch.tensor([len(ids) - 1 for ids in contexts]",
         "last_B = torch.tensor([width - 1 for ids in contexts]",
-        ("tools/inference_model.py", "models/layers.py"),
+        ("inference/inference_model.py", "models/layers.py"),
     ),
     Fault(
         "counters",
         "bits are nats",
-        "tools/evaluate.py",
+        "inference/evaluate.py",
         "nats / self.bytes / math.log(2)",
         "nats / self.bytes",
     ),
     Fault(
         "counters",
         "the first token is predicted",
-        "tools/evaluate.py",
+        "inference/evaluate.py",
         "info.tokens - (info.documents if keeps_documents else 1)",
         "info.tokens",
     ),
     Fault(
         "lost scale",
         "adapters are merged unscaled",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         "rows.float() + scaling * factors[1]",
         "rows.float() + 1.0 * factors[1]",
         ADAPTERS,
@@ -2687,7 +2692,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "PEFT is given another alpha",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         '"lora_alpha": lora.alpha,',
         '"lora_alpha": lora.rank,',
         ADAPTERS,
@@ -2695,7 +2700,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "PEFT takes the other scale",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         '"use_rslora": lora.rank_stabilized,',
         '"use_rslora": False,',
         ADAPTERS,
@@ -2704,7 +2709,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "the rank's root is the other way",
-        "plan/lora_plan.py",
+        "planning/lora_plan.py",
         "if section.rank_stabilized else rank",
         "if not section.rank_stabilized else rank",
         ADAPTERS,
@@ -2712,7 +2717,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "frozen weights cost three FLOPs",
-        "plan/lora_plan.py",
+        "planning/lora_plan.py",
         "family.flops_per_token(model, 0) / 3",
         "family.flops_per_token(model, 0) / 2",
         ADAPTERS,
@@ -2832,7 +2837,7 @@ FAULTS: list[Fault] = [
     Fault(
         "recomputation",
         "what was recorded before an overflow counts",
-        "train/step.py",
+        "training/step.py",
         "            hook.begin_passes(num_sequences)",
         "            if not is_repeated:\n                hook.begin_passes(num_sequences)",
         EXPERTS,
@@ -2864,7 +2869,7 @@ FAULTS: list[Fault] = [
     Fault(
         "optimizer",
         "LoRA+ applies to A",
-        "plan/lora_plan.py",
+        "planning/lora_plan.py",
         'module in (["lora_B"], ["lora_magnitude"])',
         'module in (["lora_A"], ["lora_magnitude"])',
         ADAPTERS,
@@ -2944,7 +2949,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "idle experts' adapters cost FLOPs",
-        "plan/lora_plan.py",
+        "planning/lora_plan.py",
         "(model.active_experts if num_experts else 1)",
         "(num_experts or 1)",
         ADAPTERS,
@@ -2952,7 +2957,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "all experts have one adapter",
-        "plan/lora_plan.py",
+        "planning/lora_plan.py",
         "trained += (params - held) * (num_experts or 1)",
         "trained += params - held",
         ADAPTERS,
@@ -2960,7 +2965,7 @@ FAULTS: list[Fault] = [
     Fault(
         "model",
         "the end of a word selects a layer",
-        "plan/lora_plan.py",
+        "planning/lora_plan.py",
         'tuple(f".{target}" for target in section.targets)',
         "tuple(section.targets)",
         ADAPTERS,
@@ -2968,7 +2973,7 @@ FAULTS: list[Fault] = [
     Fault(
         "experts",
         "a frozen router's bias moves",
-        "train/step_hooks.py",
+        "training/step_hooks.py",
         "rate = 0.0 if plan.lora_rank else getattr(",
         "rate = getattr(",
         (*ADAPTERS, *EXPERTS),
@@ -2984,7 +2989,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "ranks and experts of B are exchanged",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         "value.permute(1, 2, 0)",
         "value.permute(1, 0, 2)",
         ADAPTERS,
@@ -2992,7 +2997,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "fused layers keep alpha",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         "(math.sqrt(parts) if lora.rank_stabilized else parts)",
         "1",
         ADAPTERS,
@@ -3000,7 +3005,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "the parts of B follow each other",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         "if layout is not None and layout.interleaved and len(rows) > 1:",
         "if layout is not None and layout.interleaved and len(rows) > 2:",
         ADAPTERS,
@@ -3016,7 +3021,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "expert files have one expert's adapter",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         "weight.read(expert, expert + 1)",
         "weight.read(0, 1)",
         ADAPTERS,
@@ -3024,7 +3029,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "experts merge the adapter of the first",
-        "tools/peft_export.py",
+        "conversion/peft_export.py",
         "factors = (a[part] if a.dim() == 3 else a), b[part]",
         "factors = (a[:1] if a.dim() == 3 else a), b[part]",
         ADAPTERS,
@@ -3326,7 +3331,7 @@ FAULTS: list[Fault] = [
         "parallel/pipeline_parallel.py",
         '"scale_grads": False',
         '"scale_grads": True',
-        (*STAGES, "train/step.py"),
+        (*STAGES, "training/step.py"),
     ),
     Fault(
         "wrong offset",
@@ -3422,7 +3427,7 @@ FAULTS: list[Fault] = [
         "parallel/tied_parameters.py",
         "to_local(param).copy_(to_local(first))",
         "to_local(param).add_(to_local(first))",
-        (*STAGES, "train/step.py"),
+        (*STAGES, "training/step.py"),
     ),
     Fault(
         "stages",
@@ -3443,7 +3448,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stages",
         "the embedding is a block",
-        "plan/stages.py",
+        "planning/stages.py",
         "ends = [1 + end for end in itertools.accumulate(layers_per_stage)]",
         "ends = [0 + end for end in itertools.accumulate(layers_per_stage)]",
         STAGES,
@@ -3451,7 +3456,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stages",
         "activations of one microbatch",
-        "plan/stages.py",
+        "planning/stages.py",
         "state[j] - state[i] + in_flight[s] * (activation[j] - activation[i])",
         "state[j] - state[i] + (activation[j] - activation[i])",
         STAGES,
@@ -3459,7 +3464,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "axes vary from the wrong end",
-        "plan/placement.py",
+        "planning/placement.py",
         "zip(reversed(order), reversed(shape), strict=True)",
         "zip(order, shape, strict=True)",
         (*MESH, *GROUPS, *STAGES),
@@ -3534,10 +3539,10 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "the loss is made over the shards",
-        "train/step.py",
+        "training/step.py",
         'self.mesh.get_group("tp") if self.plan.tp > 1 else None',
         'self.mesh.get_group("dp_shard") if self.plan.tp > 1 else None',
-        ("train/loss.py",),
+        ("training/loss.py",),
     ),
     Fault(
         "wrong group",
@@ -3620,7 +3625,7 @@ FAULTS: list[Fault] = [
     Fault(
         "double count",
         "every replica reports the whole loss",
-        "train/step.py",
+        "training/step.py",
         "* (group.rank() == 0)",
         "* 1.0",
         LOSS,
@@ -3637,66 +3642,66 @@ FAULTS: list[Fault] = [
     Fault(
         "cluster",
         "one rank on TCP sockets is not seen",
-        "cluster/nccl_log.py",
+        "doctor/nccl_log.py",
         '"Socket" if "Socket" in (a.network, b.network) else first["network"]',
         'first["network"]',
     ),
     Fault(
         "cluster",
         "the first communicator names the network",
-        "cluster/nccl_log.py",
+        "doctor/nccl_log.py",
         "values |= match.groupdict()",
         "values = match.groupdict() | values",
     ),
     Fault(
         "cluster",
         "a connection through host memory has GPUDirect",
-        "cluster/nccl_log.py",
+        "doctor/nccl_log.py",
         "host_channels=sum(not channel for channel in channels),",
         "host_channels=0,",
     ),
     Fault(
         "cluster",
         "devices are those of the rank that has most",
-        "cluster/nccl_log.py",
+        "doctor/nccl_log.py",
         "nics=min((n for n in (a.nics, b.nics) if n), default=0),",
         "nics=max(a.nics, b.nics),",
     ),
     Fault(
         "cluster",
         "versions are compared as text",
-        "cluster/failure_signatures.py",
+        "doctor/failure_signatures.py",
         "LIMITS[match[1]](own, parse_version(match[2]))",
         "LIMITS[match[1]](version, match[2])",
     ),
     Fault(
         "cluster",
         "a log of an earlier start is read",
-        "cluster/failure_signatures.py",
+        "doctor/failure_signatures.py",
         "return text[starts[-1] :] if starts else text",
         "return text",
     ),
     Fault(
         "cluster",
         "a fallback to TCP waits for all ranks",
-        "cluster/network_watch.py",
+        "supervision/network_watch.py",
         'finding if finding.severity == "bad" or is_complete',
         "finding if is_complete",
     ),
     Fault(
         "cluster",
         "logs of an earlier start count",
-        "cluster/network_watch.py",
+        "supervision/network_watch.py",
         "if self._old.get(p) != time}",
         "if time}",
     ),
     Fault(
         "cluster",
         "TCP is usual on a node with EFA",
-        "cluster/network_checks.py",
+        "doctor/network_checks.py",
         "if not (facts.adapters or instance or log.plugin):",
         "if not (instance or log.plugin):",
-        ("cluster/nccl_log.py",),
+        ("doctor/nccl_log.py",),
     ),
     Fault(
         "cluster",
@@ -3729,61 +3734,61 @@ FAULTS: list[Fault] = [
     Fault(
         "cluster",
         "a link to a volatile directory is accepted",
-        "cluster/hyperpod.py",
+        "submission/hyperpod.py",
         "Path(os.path.realpath(expand_path(value)))",
         "expand_path(value).absolute()",
     ),
     Fault(
         "cluster",
         "the reason of an earlier failure stays",
-        "cluster/requeue.py",
+        "supervision/requeue.py",
         "unlink(missing_ok=True)",
         "exists()",
-        ("cluster/hyperpod.py",),
+        ("submission/hyperpod.py",),
     ),
     Fault(
         "cluster",
         "a pattern may match a part of a value",
-        "cluster/sagemaker_request.py",
+        "submission/sagemaker_request.py",
         "re.fullmatch(to_python(pattern), value, re.DOTALL)",
         "re.search(to_python(pattern), value, re.DOTALL)",
     ),
     Fault(
         "cluster",
         "the maximum is accepted only below it",
-        "cluster/sagemaker_request.py",
+        "submission/sagemaker_request.py",
         "high is not None and size > high",
         "high is not None and size >= high",
     ),
     Fault(
         "cluster",
         "items of a list are not checked",
-        "cluster/sagemaker_request.py",
+        "submission/sagemaker_request.py",
         'yield from _check(item, shape.member, f"{path}[{number}]")',
         "yield from ()",
     ),
     Fault(
         "cluster",
         "a file system that a job writes is read-only",
-        "cluster/sagemaker.py",
+        "submission/sagemaker.py",
         '"rw" if mount in written_mounts else "ro"',
         '"ro"',
-        ("cluster/sagemaker_request.py",),
+        ("submission/sagemaker_request.py",),
     ),
     Fault(
         "cluster",
         "the mount name of a file system is not verified",
-        "cluster/sagemaker_storage.py",
+        "submission/sagemaker_storage.py",
         'if mount_name and directory.split("/")[1] != mount_name:',
         "if False:",
-        ("cluster/sagemaker_request.py",),
+        ("submission/sagemaker_request.py",),
     ),
     Fault(
         "cluster",
         "a link that hides the channel is accepted",
-        "cluster/sagemaker_storage.py",
+        "submission/sagemaker_storage.py",
         "rule = check_type(link, kind, table)  # an image",
         'rule = ""  # an image',
-        ("cluster/sagemaker_request.py",),
+        ("submission/sagemaker_request.py",),
     ),
 ]

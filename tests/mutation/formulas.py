@@ -66,11 +66,11 @@ from weft.data.packing import pack_best_fit
 from weft.data.token_store import TokenStream
 from weft.models import load_family
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step, set_learning_rate
-from weft.plan.model_config import resolve_model
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.tools.local_ranks import run_ranks
-from weft.train.setup import Built, Rank, build
+from weft.planning.model_config import resolve_model
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.supervision.local_ranks import run_ranks
+from weft.training.setup import Built, Rank, build
 
 FIXTURES = "WEFT_MUTATION_FIXTURES"
 
@@ -586,7 +586,7 @@ def _small_model(kind: str, fields: dict[str, Any]) -> tuple[Any, Any]:
 def check_arithmetic() -> None:
     from weft.monitor.step_record import StepRecord, device_hours
     from weft.monitor.step_timer import StepTimes
-    from weft.plan.lora_plan import training_cost
+    from weft.planning.lora_plan import training_cost
 
     costs = "models/decoder_costs.py"
     for kind, fields, module in MODELS:
@@ -646,15 +646,21 @@ def check_arithmetic() -> None:
                 if "q_proj" in name or "up_proj" in name
             )
             expect(
-                result.trainable_params == adapters, "parameters of adapters", "plan/lora_plan.py"
+                result.trainable_params == adapters,
+                "parameters of adapters",
+                "planning/lora_plan.py",
             )
             frozen = 4 * active + attention + 6 * adapters
             expect(
-                is_close(result.flops_per_token, frozen), "FLOPs with adapters", "plan/lora_plan.py"
+                is_close(result.flops_per_token, frozen),
+                "FLOPs with adapters",
+                "planning/lora_plan.py",
             )
             half = 4 * active + attention * 32 / 64 + 6 * adapters
             expect(
-                is_close(result.causal_flops_per_token, half), "half of them", "plan/lora_plan.py"
+                is_close(result.causal_flops_per_token, half),
+                "half of them",
+                "planning/lora_plan.py",
             )
         elif family.moe_layers is not None:
             targets = {"rank": 3, "targets": ["q_proj", "experts.up_proj"]}
@@ -665,7 +671,7 @@ def check_arithmetic() -> None:
                 for name, shape in matrices.items()
                 if name.endswith((".q_proj.weight", ".experts.up_proj.weight"))
             }
-            trained, module = sum(adapted.values()), "plan/lora_plan.py"
+            trained, module = sum(adapted.values()), "planning/lora_plan.py"
             expect(result.trainable_params == trained, f"adapters of {kind}", module)
             used = sum(
                 sums[name] * (config.active_experts if ".experts." in name else 1)
@@ -764,9 +770,9 @@ def check_positions() -> None:
 
 @check("unit: cut of stages")
 def check_stages() -> None:
-    from weft.plan.stages import partition, split_into_stages
+    from weft.planning.stages import partition, split_into_stages
 
-    module = "plan/stages.py"
+    module = "planning/stages.py"
     random = np.random.default_rng(0)
     for trial in range(12):
         units, stages = int(random.integers(3, 8)), int(random.integers(1, 4))
@@ -884,7 +890,7 @@ def check_loop() -> None:
         held = build_mixture(text, "validation", job.train.seq_len, job.data, job.train.seed)
         updates = Updates(params, job)
         records = _records(directory)
-        expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "train/metric_logger.py")
+        expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "training/metric_logger.py")
         size = job.train.global_batch_size
         for step, record in enumerate(records, 1):
             batches = Loader(mixture, job.train.seed, size, 0, 1, 3).get_microbatches(
@@ -900,7 +906,7 @@ def check_loop() -> None:
             model.zero_grad()
             loss = losses_of(model, rows).mean()
             loss.backward()  # type: ignore[no-untyped-call]
-            module = "train/loop.py"
+            module = "training/loop.py"
             expect(is_close(record["loss"], loss.item(), 1e-4), f"loss of step {step}", module)
             expect(is_close(record["lr"], rate(step, job)), f"rate of step {step}", module)
             grads = {n: grad_of(model, n).clone() for n in params}
@@ -933,14 +939,16 @@ def check_loop() -> None:
                 with torch.no_grad():
                     mask = (rows.targets != NONE).sum()
                     expected = (losses_of(model, rows).sum() / mask).item()
-                expect(is_close(record["eval_loss"], expected, 1e-4), "evaluation", "train/step.py")
+                expect(
+                    is_close(record["eval_loss"], expected, 1e-4), "evaluation", "training/step.py"
+                )
         told_tokens = [record["tokens"] for record in records]
         expected_tokens = [step * size * job.train.seq_len for step in (1, 2, 3, 4)]
-        expect(told_tokens == expected_tokens, "tokens", "train/metric_logger.py")
+        expect(told_tokens == expected_tokens, "tokens", "training/metric_logger.py")
         expect(
             [("eval_loss" in r) for r in records] == [False, True, False, True],
             "steps that are evaluated",
-            "train/metric_logger.py",
+            "training/metric_logger.py",
         )
         saved = list_checkpoints(directory / "checkpoints")
         expect(
@@ -959,14 +967,14 @@ def check_loop() -> None:
             expect(
                 off < 0.02 * distance,
                 f"{n} is off by {off / distance:.1e} of its way",
-                "train/loop.py",
+                "training/loop.py",
             )
-            expect(int(state[f"optim.{n}.step"]) == 4, "the optimizer's steps", "train/loop.py")
+            expect(int(state[f"optim.{n}.step"]) == 4, "the optimizer's steps", "training/loop.py")
         first_half = json.loads((saved[-1] / "manifest.json").read_bytes())
         expect(
             (first_half["step"], first_half["samples"]) == (4, 4 * size),
             "position",
-            "train/state.py",
+            "training/state.py",
         )
 
 
@@ -981,7 +989,7 @@ def check_resume() -> None:
         _train(cut)
         fields = ("step", "loss", "grad_norm", "lr", "tokens")
         ours, theirs = ([[r[f] for f in fields] for r in _records(f)] for f in (cut, straight))
-        expect(ours == theirs, f"records: {ours[-1]} and {theirs[-1]}", "train/state.py")
+        expect(ours == theirs, f"records: {ours[-1]} and {theirs[-1]}", "training/state.py")
         a, b = (read_by_hand(f / "checkpoints" / "step-00000004") for f in (cut, straight))
         for n in b:
             expect(torch.equal(a[n], b[n]), f"{n} is another", "checkpoint/load.py")
@@ -1043,16 +1051,16 @@ def check_mixture_loop() -> None:
             expect(
                 is_close(rate_told, size * job.train.seq_len),
                 "tokens per second",
-                "plan/resolve.py",
+                "planning/resolve.py",
             )
             expect(
                 is_close(record["loss"], mean, 1e-4),
                 "losses of sources",
-                "train/metric_logger.py",
+                "training/metric_logger.py",
             )
         last = _records(home / "run")[-1]
         mean = 0.7 * last["eval_loss/a"] + 0.3 * last["eval_loss/b"]
-        expect(is_close(last["eval_loss"], mean, 1e-6), "evaluation", "train/metric_logger.py")
+        expect(is_close(last["eval_loss"], mean, 1e-6), "evaluation", "training/metric_logger.py")
     finally:
         dist.barrier()
         if rank == 0:
@@ -1063,7 +1071,7 @@ def check_mixture_loop() -> None:
 def check_references() -> None:
     """Check the log-probabilities of the initial model on two ranks."""
     from weft.data.loader import Pairs
-    from weft.train.reference_logprobs import log_probs
+    from weft.training.reference_logprobs import log_probs
 
     job = small_job(
         ("run.dir", "/nonexistent"),
@@ -1094,7 +1102,7 @@ def check_references() -> None:
         rows = Rows(batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
         expected = log_probs_of(losses_of(model, rows), rows)
     off = float((result - expected).abs().max())
-    expect(off < 1e-3, f"references are off by {off}", "train/reference_logprobs.py")
+    expect(off < 1e-3, f"references are off by {off}", "training/reference_logprobs.py")
 
 
 @check("unit: rounded moments")
@@ -1566,8 +1574,8 @@ def check_hierarchical_gather() -> None:
 @check("saved: statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Check the merged counts, means and RMS of two ranks."""
-    from weft.monitor.layer_comparison import read_statistics
-    from weft.train.setup import open_layer_stats
+    from weft.records.layer_comparison import read_statistics
+    from weft.training.setup import open_layer_stats
 
     directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(directory, src=0)
@@ -1898,14 +1906,16 @@ def check_damage() -> None:
 def check_files() -> None:
     """Check exported dtypes, which layers of EXAONE 4 have positions, and a router loss."""
     from tests.models import test_hf_mapping
+    from weft.conversion.hf_weights import list_hf_tensors
     from weft.models import FAMILIES
     from weft.models.hf_mapping import from_hf_config, to_hf_config
-    from weft.tools.hf_weights import list_hf_tensors
 
     config: Any = FAMILIES["deepseek_v3"].presets["toy"]
     for name, tensor in list_hf_tensors(FAMILIES["deepseek_v3"], config).items():
         known = torch.float32 if name.endswith("e_score_correction_bias") else None
-        expect(tensor.dtype == known, f"{name} has dtype {tensor.dtype}", "tools/hf_weights.py")
+        expect(
+            tensor.dtype == known, f"{name} has dtype {tensor.dtype}", "conversion/hf_weights.py"
+        )
     family, module = FAMILIES["exaone4"], "models/hf_layers.py"
     for window, pattern in ((8, "N"), (None, "R")):
         tree = to_hf_config(family, family.presets["toy"], "float32")
@@ -1925,9 +1935,9 @@ def check_export() -> None:
     """Check that transformers and PEFT compute equal outputs from an export."""
     from transformers import AutoModelForCausalLM
 
-    from weft.tools.hf_convert import export_checkpoint
-    from weft.tools.hf_import import import_model
-    from weft.tools.inference_model import find_checkpoint, load_unsharded
+    from weft.conversion.hf_convert import export_checkpoint
+    from weft.conversion.hf_import import import_model
+    from weft.inference.inference_model import find_checkpoint, load_unsharded
 
     tokens = torch.arange(48).view(2, 24) * 7 % 512
     rows = Rows(tokens, tokens, torch.zeros_like(tokens), torch.arange(24).expand_as(tokens))
@@ -1962,7 +1972,7 @@ def check_export() -> None:
         ours = load_unsharded(find_checkpoint(home / "again"), torch.device("cpu")).eval()
         with torch.no_grad():
             off = (ours(tokens) - expected).abs().max() / expected.abs().max()
-        expect(off < 1e-5, f"imported logits are off by {off}", "tools/hf_convert.py")
+        expect(off < 1e-5, f"imported logits are off by {off}", "conversion/hf_convert.py")
         # Train adapters for the imported model.
         lora = [
             *keys,
@@ -1985,7 +1995,7 @@ def check_export() -> None:
         merged = AutoModelForCausalLM.from_pretrained(home / "merged", dtype=torch.float32)
         with torch.no_grad():
             off = (merged(tokens).logits - tuned).abs().max() / tuned.abs().max()
-        expect(off < 1e-5, f"merged logits are off by {off}", "tools/peft_export.py")
+        expect(off < 1e-5, f"merged logits are off by {off}", "conversion/peft_export.py")
         from peft import PeftModel
 
         from tests.oracle import rounded
@@ -1998,7 +2008,7 @@ def check_export() -> None:
         other = PeftModel.from_pretrained(exported, str(home / "adapter")).eval()
         with torch.no_grad():
             off = (other(tokens).logits - tuned).abs().max() / tuned.abs().max()
-        expect(off < 1e-5, f"PEFT's logits are off by {off}", "tools/peft_export.py")
+        expect(off < 1e-5, f"PEFT's logits are off by {off}", "conversion/peft_export.py")
 
 
 @check("run: adapters of experts")
@@ -2019,7 +2029,7 @@ def check_expert_adapters() -> None:
         run(module, experts.test_adapter_gradients_follow_from_those_of_the_merged_weights, *case)
     run(module, experts._initial, [*experts.EXPERTS, ("model.expert_dim", "64")])
     keys = [*experts.EXPERTS, ("model.balance_rate", "0.01")]
-    run("train/step.py", experts._bias_after_a_step, keys)
+    run("training/step.py", experts._bias_after_a_step, keys)
     with tempfile.TemporaryDirectory() as name:
         function = exports.test_base_of_adapters_has_the_load_balance_bias
         run("checkpoint/load.py", function, Path(name))
@@ -2027,7 +2037,12 @@ def check_expert_adapters() -> None:
         with tempfile.TemporaryDirectory() as name:
             home = Path(name)
             lora = {"rank": 3, "alpha": 5.0}
-            run("tools/peft_export.py", exports.check, exports.write_run(kind, home, lora), home)
+            run(
+                "conversion/peft_export.py",
+                exports.check,
+                exports.write_run(kind, home, lora),
+                home,
+            )
 
 
 @check("ranks: dropout and lengths of experts", ranks=2)
@@ -2072,7 +2087,7 @@ def check_records_of_last_pass() -> None:
     padded = parse("ep_dispatch=padded ep_capacity_factor=1")[1]
     jobs = [[*dispatch.MODEL, *keys, *extra] for extra in ([], padded)]
     (_, logits, _), (_, again, _) = dispatch.records_of_steps(jobs, str(store_path()))
-    expect(torch.equal(logits, again), "logits of an overflow are recorded", "train/step.py")
+    expect(torch.equal(logits, again), "logits of an overflow are recorded", "training/step.py")
 
 
 @check("unit: largest attention logits")
@@ -2108,7 +2123,7 @@ def check_clipped_run() -> None:
         threshold = ("optim.qk_clip_threshold", "0.002")
         train_rank([*clip.FEW_STEPS, ("run.dir", name), threshold], str(store_path()))
         one, two = (record["max_attention_logit"] for record in records(Path(name)))
-        expect(two < one / 2, f"logits of {two} after {one}", "train/loop.py")
+        expect(two < one / 2, f"logits of {two} after {one}", "training/loop.py")
 
 
 @check("unit: sampling")
@@ -2116,9 +2131,9 @@ def check_sampling() -> None:
     """Compare token probabilities with transformers' logits processors, then check the draw."""
     from transformers.generation import logits_process as theirs
 
-    from weft.tools.generate import GeneratedSequence, Sampling, sample_token
+    from weft.inference.generate import GeneratedSequence, Sampling, sample_token
 
-    module, size = "tools/generate.py", 40
+    module, size = "inference/generate.py", 40
     generator = torch.Generator().manual_seed(0)
     sequence = GeneratedSequence("", [3, 7, 7, 20, 31], 0, generator, "")
 
@@ -2210,8 +2225,8 @@ GENERATE: dict[str, Overrides] = {
 
 def _check_generate(model_name: str, overrides: Overrides) -> None:
     from tests.random_runs import random_run
-    from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
-    from weft.tools.inference_model import find_checkpoint, load_local_model
+    from weft.inference.generate import Sampling, generate, load_chat_format, make_sequences
+    from weft.inference.inference_model import find_checkpoint, load_local_model
 
     with tempfile.TemporaryDirectory() as name:
         directory = random_run(Path(name) / "run", store_path(), *overrides)
@@ -2236,7 +2251,7 @@ def _check_generate(model_name: str, overrides: Overrides) -> None:
                     with torch.no_grad():
                         logits = known(torch.tensor([ids])).logits[0, -1]
                     ids.append(int(logits[: chat_format.tokenizer.get_vocab_size()].argmax()))
-                blame = "models/kv_cache.py" if cached else "tools/inference_model.py"
+                blame = "models/kv_cache.py" if cached else "inference/inference_model.py"
                 expect(
                     list(row.ids) == ids, f"greedy tokens of {model_name}, cached {cached}", blame
                 )
@@ -2246,10 +2261,10 @@ def _check_generate(model_name: str, overrides: Overrides) -> None:
 def check_losses() -> None:
     """Check `weft evaluate`: the loss of all validation tokens, and bits per byte."""
     from tests.random_runs import random_run
-    from weft.tools.evaluate import ALL_SEQUENCES, evaluate_sources
-    from weft.tools.inference_model import find_checkpoint, plan_inference
+    from weft.inference.evaluate import ALL_SEQUENCES, evaluate_sources
+    from weft.inference.inference_model import find_checkpoint, plan_inference
 
-    module = "tools/evaluate.py"
+    module = "inference/evaluate.py"
     with tempfile.TemporaryDirectory() as name:
         directory = random_run(Path(name) / "run", store_path())
         checkpoint = find_checkpoint(directory)

@@ -228,7 +228,7 @@ def _trace_into(directory: str) -> None:
     sys.settrace(note_call)
     threading.settrace(note_call)
     # A rank ends with os._exit after sending its result, so write the lines before the result.
-    from weft.tools import local_ranks as ranks
+    from weft.supervision import local_ranks as ranks
 
     pickle: Any = ranks.pickle
 

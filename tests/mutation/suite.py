@@ -24,11 +24,11 @@ SUITE: dict[str, tuple[str, str]] = {
         "train/test_mtp.py::test_later_targets_are_masked_in_other_documents_and_the_end",
     ),
     "unit: stages of multi-token prediction": (
-        "plan/plan.py",
+        "planning/plan.py",
         "train/test_mtp.py::test_last_stage_counts_the_layers_and_the_embedding",
     ),
     "run: losses of multi-token prediction": (
-        "train/step.py",
+        "training/step.py",
         "train/test_mtp.py::test_gradients_equal_a_plain_implementation",
     ),
     "unit: losses of routers": (
@@ -51,7 +51,7 @@ SUITE: dict[str, tuple[str, str]] = {
         "models/layers.py",
         "models/test_moe.py::test_grouped_linear_equals_a_loop_over_experts",
     ),
-    "run: learning rates of adapters": ("plan/lora_plan.py", "optim/test_lora_plus.py"),
+    "run: learning rates of adapters": ("planning/lora_plan.py", "optim/test_lora_plus.py"),
     "run: adapters of embedding and head": (
         "parallel/lora_embedding.py",
         "parallel/test_lora_embedding.py -k changed_table",
@@ -61,17 +61,17 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/float8_frozen.py",
         "parallel/test_lora_float8.py -k product",
     ),
-    "unit: network of NCCL": ("cluster/nccl_log.py", "cluster/test_nccl_log.py"),
+    "unit: network of NCCL": ("doctor/nccl_log.py", "cluster/test_nccl_log.py"),
     "unit: known failures": (
-        "cluster/failure_signatures.py",
+        "doctor/failure_signatures.py",
         "cluster/test_failure_signatures.py",
     ),
-    "unit: watch of the network": ("cluster/network_watch.py", "cluster/test_network_watch.py"),
+    "unit: watch of the network": ("supervision/network_watch.py", "cluster/test_network_watch.py"),
     "unit: Lustre": ("checkpoint/lustre.py", "checkpoint/test_lustre.py"),
-    "unit: HyperPod": ("cluster/hyperpod.py", "cluster/test_hyperpod.py"),
-    "unit: requests of SageMaker": ("cluster/sagemaker_request.py", "cluster/test_sagemaker.py"),
+    "unit: HyperPod": ("submission/hyperpod.py", "cluster/test_hyperpod.py"),
+    "unit: requests of SageMaker": ("submission/sagemaker_request.py", "cluster/test_sagemaker.py"),
     "unit: file systems of SageMaker": (
-        "cluster/sagemaker_storage.py",
+        "submission/sagemaker_storage.py",
         "cluster/test_sagemaker_entry.py",
     ),
     "ranks: adapters of a tied table": (
@@ -127,6 +127,6 @@ def run_tests(words: str) -> str:
 def _run_ranks(
     function: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **keys: Any
 ) -> list[Any]:
-    from weft.tools.local_ranks import run_ranks
+    from weft.supervision.local_ranks import run_ranks
 
     return run_ranks(partial(function, *args, **keys), size, timeout=min(timeout, RANK_SECONDS))

@@ -26,11 +26,11 @@ from weft.checkpoint.state_dict import model_state, optimizer_state
 from weft.config.errors import InvalidConfig
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_memory import simulate_memory
-from weft.plan.lora_plan import plan_cost
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import describe_plan
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.lora_plan import plan_cost
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import describe_plan
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 FROZEN = '[{params=["embed_tokens.*", "*norm*", "layers.0.*up_proj*", "*.k_proj.*"], lr_mult=0}]'
 GROUPS: Overrides = [("optim.groups", FROZEN)]

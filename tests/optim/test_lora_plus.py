@@ -14,9 +14,9 @@ from weft.config.schema import LoraSection, OptimSection, replace
 from weft.models import load_family
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer, set_learning_rate
 from weft.parallel.lora import apply_lora
-from weft.plan.lora_plan import lora_lr_factor
-from weft.plan.matrices import is_matrix
-from weft.plan.optim_rules import trainable_names
+from weft.planning.lora_plan import lora_lr_factor
+from weft.planning.matrices import is_matrix
+from weft.planning.optim_rules import trainable_names
 
 LORA = LoraSection(rank=2, lr_ratio=16.0)
 

@@ -39,11 +39,11 @@ from weft.optim.low_precision_adamw import (
 )
 from weft.optim.optimizer import build_adamw, masked_step
 from weft.parallel.compile import run_compiled
-from weft.plan.matrices import MOMENT_BLOCK_SIZE
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.plan.sharding import MOMENT_BYTES
-from weft.train.setup import build
+from weft.planning.matrices import MOMENT_BLOCK_SIZE
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.planning.sharding import MOMENT_BYTES
+from weft.training.setup import build
 
 STATES = ("bfloat16", "8bit")
 

@@ -16,7 +16,7 @@ from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import OptimSection
 from weft.optim.muon import _MatrixExchange, orthogonalize
 from weft.optim.optimizer import build_muon, masked_step, set_learning_rate
-from weft.train.setup import build
+from weft.training.setup import build
 
 MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
 

@@ -36,8 +36,8 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.parallel.private import set_grad_scaling
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
 

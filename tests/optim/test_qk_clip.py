@@ -33,7 +33,7 @@ from weft.optim import qk_clip
 from weft.optim.qk_clip import LogitRecorder, QKClip, flex_products
 from weft.parallel.dtensor import shard_offsets, to_local
 from weft.parallel.step_hook import find_hook
-from weft.train.setup import Built, build
+from weft.training.setup import Built, build
 
 # --------------------------------------------------------------------------- the maximum
 

@@ -14,10 +14,10 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.weight_files import open_weights
 from weft.optim.weight_average import AVERAGE, WeightAverage
-from weft.plan.lora_plan import training_cost
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.plan.sharding import moment_bytes_per_param
+from weft.planning.lora_plan import training_cost
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.planning.sharding import moment_bytes_per_param
 
 DECAY = 0.75
 LAYOUTS: list[tuple[int, Overrides]] = [

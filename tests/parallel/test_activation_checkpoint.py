@@ -23,7 +23,7 @@ from weft.models.families.llama import PRESETS
 from weft.parallel import activation_offload as offload
 from weft.parallel.activation_checkpoint import MemoryBudget, apply_activation_checkpoint
 from weft.parallel.activation_offload import apply_activation_offload
-from weft.train.setup import build
+from weft.training.setup import build
 
 MODES: dict[str, Overrides] = {
     "full": [("activation_checkpoint.mode", "full")],

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.harness import run_ranks
 from tests.parallel.sharded import assert_equal
 from tests.small import gradients, loader_of, plan_here, small_job, this_rank
-from weft.train.setup import build
+from weft.training.setup import build
 
 LAYOUTS = [
     # ranks, replicas, microbatch, packing

@@ -33,8 +33,8 @@ from weft.parallel.compile import (
     find_cache_dir,
 )
 from weft.parallel.dtensor import to_local
-from weft.train.loop import train
-from weft.train.setup import build
+from weft.training.loop import train
+from weft.training.setup import build
 
 WEFT = [sys.executable, "-m", "weft"]
 

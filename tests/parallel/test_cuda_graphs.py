@@ -21,7 +21,7 @@ from weft.parallel.cuda_graphs import WARMUP_STEPS, MicrobatchGraphs
 from weft.parallel.dtensor import to_local
 from weft.parallel.expert_dispatch import Overflow
 from weft.parallel.step_hook import find_hook
-from weft.train import loop
+from weft.training import loop
 
 GRAPHS = ("compile.cuda_graphs", "true")
 # The last microbatch of a step is smaller.  An evaluation runs between replays.

@@ -17,14 +17,14 @@ from tests.parallel.test_lora import TOLERANCE, WIDE
 from tests.small import Overrides, small_job
 from tests.tools.test_peft_export import check, export, load_in_peft, logits, write_run
 from weft.config.errors import InvalidConfig
+from weft.inference.inference_model import load_unsharded
 from weft.models.family import Init
 from weft.parallel import lora
 from weft.parallel.dora import DoraLinear, row_squares
 from weft.parallel.lora import apply_lora
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.tools.inference_model import load_unsharded
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 DORA: Overrides = [*WIDE, ("lora.dora", "true"), ("lora.alpha", "6")]
 

@@ -37,12 +37,12 @@ from weft.parallel.expert_dispatch import (
     row_capacity,
 )
 from weft.parallel.step_hook import find_hook
-from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.train.job_checks import check_names
-from weft.train.setup import build, open_layer_stats
-from weft.train.step import TrainStep
+from weft.planning.pipeline_schedule import SCHEDULES
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import check_names
+from weft.training.setup import build, open_layer_stats
+from weft.training.step import TrainStep
 
 
 class OwnAllToAll(AllToAll):

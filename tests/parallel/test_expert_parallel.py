@@ -35,9 +35,9 @@ from weft.optim.balance import ExpertBalancer
 from weft.parallel.data_parallel import _choose_shard_dim
 from weft.parallel.dtensor import to_local
 from weft.parallel.step_hook import find_hook
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 TOLERANCE = 1e-5
 

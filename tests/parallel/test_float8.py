@@ -36,9 +36,9 @@ from weft.models.families.llama import PRESETS
 from weft.parallel import apply
 from weft.parallel.float8 import Float8AllGather, apply_float8, get_converter
 from weft.parallel.step_hook import find_hook
-from weft.plan.matrices import find_float8_matrices
-from weft.plan.plan import Plan
-from weft.train.setup import build
+from weft.planning.matrices import find_float8_matrices
+from weft.planning.plan import Plan
+from weft.training.setup import build
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 # All local matrix sizes are multiples of 16 on two tensor-parallel ranks.

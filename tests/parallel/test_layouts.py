@@ -37,8 +37,8 @@ from tests.layouts import (
     size,
 )
 from tests.small import Overrides, gradients, merged
-from weft.plan.pipeline_schedule import SCHEDULES
-from weft.tools.verify import read_recipe, verify
+from weft.planning.pipeline_schedule import SCHEDULES
+from weft.verification.verify import read_recipe, verify
 
 # Float32 sums in another order; measured: 3e-7 to 2e-6.
 TOLERANCE = 1e-5

@@ -26,10 +26,10 @@ from weft.models.family import Init
 from weft.parallel import lora
 from weft.parallel.lora_layers import LoraLinear
 from weft.parallel.quantized import NF4, dequantize_matrix, quantize_matrix, quantized_linear
-from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),

@@ -19,7 +19,7 @@ from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.parallel.initialization import GOLDEN, mix_bits
 from weft.parallel.lora_dropout import AdapterDropout, apply_mask, is_kept
 from weft.parallel.lora_layers import LoraLayer
-from weft.train.setup import build
+from weft.training.setup import build
 
 DROPOUT: Overrides = [*WIDE, ("lora.dropout", "0.2"), ("lora.alpha", "6")]
 

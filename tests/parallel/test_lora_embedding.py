@@ -32,9 +32,9 @@ from weft.models.families.llama import PRESETS
 from weft.models.family import Init
 from weft.parallel import lora
 from weft.parallel.lora import apply_lora
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),

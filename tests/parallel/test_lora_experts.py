@@ -28,10 +28,10 @@ from weft.parallel.lora_dropout import apply_lora_dropout, is_kept
 from weft.parallel.lora_layers import LoraExpertLinear, LoraLayer
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix, quantized_linear
 from weft.parallel.step_hook import find_hook
-from weft.plan.lora_plan import is_target, lora_scaling, training_cost
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.lora_plan import is_target, lora_scaling, training_cost
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 PRESETS: dict[str, Any] = {kind: next(iter(f.presets.values())) for kind, f in FAMILIES.items()}
 KINDS = [kind for kind, preset in PRESETS.items() if preset.num_experts]

@@ -29,8 +29,8 @@ from weft.config.errors import InvalidConfig
 from weft.parallel.float8_frozen import frozen_float8_linear
 from weft.parallel.lora import apply_lora
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
 
 # A row has a multiple of 64 numbers, a quantization block, on two ranks too.
 LORA: Overrides = [*MODEL, ("model.dim", "128"), ("model.ffn_dim", "256"), ("lora.rank", "4")]

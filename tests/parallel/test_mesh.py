@@ -19,9 +19,9 @@ from tests.fake_cuda import ROOT
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job
 from weft.parallel.mesh import Mesh, build_mesh, create_mesh
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import collective_timeout, connect
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import collective_timeout, connect
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from tests.small import plan_here, small_job, this_rank
 from weft.data.dataset import open_dataset
 from weft.parallel.mixed_precision import ComputeCopies, restore_parameters
-from weft.plan.plan import Plan
-from weft.train import loop
-from weft.train.loop import train
+from weft.planning.plan import Plan
+from weft.training import loop
+from weft.training.loop import train
 
 CHOICES = {
     "activation_checkpoint.mode": ("none", "full", "selective"),

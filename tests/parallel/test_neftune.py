@@ -28,7 +28,7 @@ from weft.config.schema import DataSection
 from weft.data.loader import document_lengths
 from weft.data.prepare import prepare_data
 from weft.parallel.neftune import add_noise
-from weft.train.setup import build
+from weft.training.setup import build
 
 ALPHA: Overrides = [("train.neftune_alpha", "5")]
 

@@ -20,11 +20,11 @@ from tests.layouts import check_many, parse, size
 from tests.parallel.test_expert_parallel import MODEL, TOLERANCE
 from tests.small import Overrides, gradients, records, train_rank
 from weft.models.moe import Experts
-from weft.monitor.span_reader import read_spans
 from weft.parallel import private_schedules
 from weft.parallel.expert_dispatch import during_exchange
 from weft.parallel.pass_overlap import run_in_turns
 from weft.parallel.private import num_captured_graphs
+from weft.records.span_reader import read_spans
 
 LAYOUT = "dp_shard2 pp2 ep=2 pipeline.schedule=DualPipeV"
 OFF = ("pipeline.overlap_exchanges", "false")

@@ -14,8 +14,8 @@ from tests.harness import run_ranks
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.estimate.trace import empty_batches, record_step
 from weft.parallel.private_schedules import find_answered
-from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
-from weft.train.setup import build
+from weft.planning.pipeline_schedule import Action, PipelineSchedule, build_schedule
+from weft.training.setup import build
 
 DIM, SEQ_LEN = 64, 64
 MESSAGE_BYTES = 4 * DIM * SEQ_LEN  # of a microbatch of one sequence

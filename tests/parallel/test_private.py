@@ -39,7 +39,7 @@ from weft.estimate import private_trace
 from weft.parallel import dtensor, private, private_schedules
 from weft.parallel.collectives import c10d_functional
 from weft.parallel.private import disable_recompile_limit
-from weft.train.setup import build
+from weft.training.setup import build
 
 
 def parameters(function: Any) -> list[str]:
@@ -249,7 +249,7 @@ def test_create_group_has_the_timeout_of_the_world() -> None:
     """`tests.parallel.test_mesh` has more about groups."""
     for world, group in run_ranks(describe_groups, 4, timeout=40):
         assert (world[0], group[0]) == (4, 2)
-        assert world[1] == group[1] == timedelta(seconds=100)  # of `weft.tools.local_ranks`
+        assert world[1] == group[1] == timedelta(seconds=100)  # of `weft.supervision.local_ranks`
         assert torch.device("cpu") in group[2]
 
 

@@ -32,7 +32,7 @@ from tests.small import loader_of, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.models.decoder import prune_to_stage
 from weft.parallel.data_parallel import set_gradient_sync
-from weft.train.setup import build as build_job
+from weft.training.setup import build as build_job
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import FeedForward
 from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor_parallel
-from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
-from weft.train.loss import cross_entropy
+from weft.planning.shard_sizes import chunk_range, key_heads, query_heads
+from weft.training.loss import cross_entropy
 
 
 def loss_of_slices(

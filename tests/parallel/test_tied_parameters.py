@@ -31,10 +31,10 @@ from weft.config.errors import InvalidConfig
 from weft.models.families import llama
 from weft.parallel.dtensor import to_local
 from weft.parallel.tied_parameters import TiedParameters
-from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.plan import Machine, Stage
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.pipeline_schedule import SCHEDULES
+from weft.planning.plan import Machine, Stage
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 TOLERANCE = 1e-5
 TABLE = "embed_tokens.weight"

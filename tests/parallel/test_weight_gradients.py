@@ -24,7 +24,7 @@ from weft.parallel.weight_gradients import (
     defer_weight_gradients,
     tap_compiled_block,
 )
-from weft.train.setup import build
+from weft.training.setup import build
 
 
 class Block(nn.Module):

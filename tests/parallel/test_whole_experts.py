@@ -36,9 +36,9 @@ from weft.config.errors import InvalidConfig
 from weft.optim.balance import ExpertBalancer
 from weft.optim.optimizer import clip_scale, masked_step
 from weft.parallel.step_hook import find_hook
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 OFTEN = [
     "tp2 etp=1 ep=2 model.mtp_layers=1",

@@ -9,7 +9,7 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
-from weft.plan.devices import (
+from weft.planning.devices import (
     BUILTIN_CLUSTERS,
     CPU_DEVICE,
     Cluster,
@@ -20,8 +20,8 @@ from weft.plan.devices import (
     peak_flops,
     read_clusters,
 )
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
 
 
 @pytest.mark.parametrize(

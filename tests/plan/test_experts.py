@@ -19,13 +19,13 @@ from weft.models.decoder_costs import (
     unit_costs,
 )
 from weft.models.families.moe import PRESETS
-from weft.plan.degrees import ParallelDims
-from weft.plan.devices import get_device
-from weft.plan.plan import Machine
-from weft.plan.plan_text import describe_plan, plan_recipe
-from weft.plan.relayout import nearest_layouts
-from weft.plan.resolve import resolve
-from weft.plan.sharding import estimate_rank_bytes, expert_split, local_unit_params
+from weft.planning.degrees import ParallelDims
+from weft.planning.devices import get_device
+from weft.planning.plan import Machine
+from weft.planning.plan_text import describe_plan, plan_recipe
+from weft.planning.relayout import nearest_layouts
+from weft.planning.resolve import resolve
+from weft.planning.sharding import estimate_rank_bytes, expert_split, local_unit_params
 
 
 def job_of(**changes: Any) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.plan.instance_types import find_instance_type, has_device, load_instance_types
+from weft.planning.instance_types import find_instance_type, has_device, load_instance_types
 
 
 def test_instance_types_are_consistent() -> None:

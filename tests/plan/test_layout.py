@@ -10,8 +10,8 @@ import pytest
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
 
 Overrides = list[tuple[str, str]]
 

@@ -15,18 +15,18 @@ from weft.config.reader import read_job
 from weft.config.schema import Job, PrecisionSection
 from weft.models import load_family
 from weft.models.families.llama import PRESETS
-from weft.plan.devices import parse_cluster
-from weft.plan.matrices import (
+from weft.planning.devices import parse_cluster
+from weft.planning.matrices import (
     Matrix,
     convertible_matrices,
     find_float8_matrices,
     find_linear_layers,
     list_matrices,
 )
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import cluster_machine, describe_plan
-from weft.plan.resolve import resolve
-from weft.train.job_checks import check_names
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import cluster_machine, describe_plan
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import check_names
 
 
 def planned(*overrides: tuple[str, str], cluster: str = "1x8xH100", recipe: str = "demo") -> Plan:

@@ -19,8 +19,8 @@ from benchmarks.model_pages import (
 from tests import pages
 from weft.cli.main import build_parser
 from weft.models import FAMILIES
-from weft.plan.plan import Machine
-from weft.plan.plan_text import plan_recipe
+from weft.planning.plan import Machine
+from weft.planning.plan_text import plan_recipe
 
 OFTEN = {"llama", "qwen3", "others"}  # pages whose commands the default suite plans
 RECORD = read_results()

@@ -32,23 +32,23 @@ from weft.config.keys import Section, key
 from weft.config.reader import read_job
 from weft.models import FAMILIES, Family
 from weft.models.family import Init
-from weft.plan.pipeline_schedule import ScheduleSpec
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve_nodes
+from weft.planning.pipeline_schedule import ScheduleSpec
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve_nodes
 
 # The modules with rules about a job and its layout.
 MODULES = (
     "weft.models.decoder_rules",
-    "weft.plan.cuda_graph_rules",
-    "weft.plan.degrees",
-    "weft.plan.dispatch_rules",
-    "weft.plan.optim_rules",
-    "weft.plan.pipeline_plan",
-    "weft.plan.precision_rules",
-    "weft.plan.resolve",
-    "weft.plan.rules",
-    "weft.plan.sharding",
-    "weft.plan.stages",
+    "weft.planning.cuda_graph_rules",
+    "weft.planning.degrees",
+    "weft.planning.dispatch_rules",
+    "weft.planning.optim_rules",
+    "weft.planning.pipeline_plan",
+    "weft.planning.precision_rules",
+    "weft.planning.resolve",
+    "weft.planning.rules",
+    "weft.planning.sharding",
+    "weft.planning.stages",
 )
 TEXT = "model.num_layers=4 model.tied_embeddings=false data.packing=windows"
 MOE = "model.kind=moe model.preset=toy-moe model.num_layers=4"
@@ -341,7 +341,7 @@ class NotRun(NamedTuple):
 COMPILED = "compile.enable=true"
 GRAPHS = "compile.cuda_graphs=true"
 NOT_RUN = [
-    # weft.plan.degrees, weft.plan.resolve
+    # weft.planning.degrees, weft.planning.resolve
     NotRun("monitor.prometheus", "is not HOST:PORT", "monitor.prometheus=9400", MEANING),
     NotRun("monitor.webhook", "is not env:NAME", "monitor.webhook=https://a/b", SECRET),
     NotRun(
@@ -370,7 +370,7 @@ NOT_RUN = [
     ),
     NotRun("run.nodes", "is neither a number", "run.nodes=many", OTHER, Machine("cpu", 2)),
     NotRun("run.rendezvous", "names no rendezvous", "run.nodes=2", OTHER, Machine("cpu", 2)),
-    # weft.plan.sharding
+    # weft.planning.sharding
     NotRun(
         "parallel.dp_shard",
         "memory of the device is unknown",
@@ -386,7 +386,7 @@ NOT_RUN = [
         Machine("cpu", 2, world_size=2, memory_bytes=2**16),
     ),
     NotRun("parallel.dp_replicate", "conflicts with", "dp_replicate2 dp_shard=fit", MEANING),
-    # weft.plan.rules: hardware
+    # weft.planning.rules: hardware
     NotRun(
         "activation_checkpoint.mode",
         "materialize all",
@@ -436,7 +436,7 @@ NOT_RUN = [
         GPU,
         CUDA,
     ),
-    # weft.plan.cuda_graph_rules
+    # weft.planning.cuda_graph_rules
     *(
         NotRun("compile.cuda_graphs", f"does not support {rule}", f"{GRAPHS} {words}", GPU, CUDA)
         for rule, words in (
@@ -452,7 +452,7 @@ NOT_RUN = [
             ("debug.autograd_anomaly", "dp_shard8 debug.autograd_anomaly=true"),
         )
     ),
-    # weft.plan.rules: replica groups
+    # weft.planning.rules: replica groups
     NotRun(
         "resilience.lighthouse",
         "is not HOST:PORT",
@@ -497,7 +497,7 @@ NOT_RUN = [
         "debug.deterministic=true run.nodes=1:2",
         "it is a promise of equal runs",
     ),
-    # weft.plan.rules: meaning of keys
+    # weft.planning.rules: meaning of keys
     NotRun("train.objective", "would also train on rejected", "data.format=preferences", MEANING),
     NotRun("train.objective", "would also train on bad", "data.format=unpaired", MEANING),
     NotRun(
@@ -549,7 +549,7 @@ NOT_RUN = [
         f"debug.autograd_anomaly=true {COMPILED}",
         LESS,
     ),
-    # weft.plan.rules: layouts
+    # weft.planning.rules: layouts
     NotRun(
         "parallel.tp",
         "has no SHARDING table",
@@ -578,7 +578,7 @@ NOT_RUN = [
         "reshard_after_forward=2",
         MANY,
     ),
-    # weft.plan.optim_rules, weft.plan.precision_rules
+    # weft.planning.optim_rules, weft.planning.precision_rules
     NotRun(
         "optim.state_dtype",
         "is only for",
@@ -641,7 +641,7 @@ NOT_RUN = [
         'lora.rank=4 lora.targets=["embed_tokens"] lora.modules_to_save=["embed_tokens"]',
         "an adapter of a trained table is a second name for a part of it",
     ),
-    # weft.plan.pipeline_plan
+    # weft.planning.pipeline_plan
     NotRun(
         "parallel.pp", "which has no stages", f"pp2 model.kind={HERE}:PLAIN model.preset=toy", USER
     ),

@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
 from weft.data.loader import Batch
-from weft.plan.pipeline_schedule import (
+from weft.planning.pipeline_schedule import (
     SCHEDULES,
     Action,
     PipelineSchedule,
@@ -26,7 +26,7 @@ from weft.plan.pipeline_schedule import (
     read_schedule_csv,
     stage_index_to_rank,
 )
-from weft.train.setup import build
+from weft.training.setup import build
 
 
 def format_csv(schedule: PipelineSchedule) -> str:

@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from weft.plan import rank_map
-from weft.plan.placement import (
+from weft.planning import rank_map
+from weft.planning.placement import (
     AXES,
     MESH_ORDERS,
     coordinates_to_rank,
@@ -24,8 +24,8 @@ from weft.plan.placement import (
     rank_to_coordinates,
     ranks_per_node,
 )
-from weft.plan.plan_warnings import placement_warnings
-from weft.plan.rank_map import format_rank_map
+from weft.planning.plan_warnings import placement_warnings
+from weft.planning.rank_map import format_rank_map
 
 REPLICA_OUTER = MESH_ORDERS["replica-outer"]
 WORKED = {"pp": 6, "dp_replicate": 4, "tp": 4}  # a replica is three nodes of eight
@@ -349,5 +349,6 @@ def test_rank_map_continuation_holds_for_every_node() -> None:
 
 
 def test_placement_does_not_import_torch() -> None:
-    probe = "import sys, weft.plan.degrees, weft.plan.rank_map; sys.exit('torch' in sys.modules)"
+    modules = "weft.planning.degrees, weft.planning.rank_map"
+    probe = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

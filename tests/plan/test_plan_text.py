@@ -14,9 +14,9 @@ from weft.config.reader import read_job, recipe_names
 from weft.config.schema import Job, RunSection
 from weft.models import FAMILIES
 from weft.models.hf_mapping import SCORE_HEAD, to_hf_config
-from weft.plan.model_config import resolve_model
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import (
+from weft.planning.model_config import resolve_model
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import (
     describe_plan,
     estimate_memory_bytes,
     format_placement,

@@ -7,11 +7,11 @@ import pytest
 from tests.small import sized_recipes
 from weft.config.keys import parse_condition
 from weft.config.reader import read_job
-from weft.plan.devices import parse_cluster
-from weft.plan.needs import FACTS, key_facts, list_keys, list_settings
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve, resolve_nodes
+from weft.planning.devices import parse_cluster
+from weft.planning.needs import FACTS, key_facts, list_keys, list_settings
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve, resolve_nodes
 
 PAIRS = "data.format=preferences"
 PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"

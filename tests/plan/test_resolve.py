@@ -11,11 +11,11 @@ import pytest
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import Job
-from weft.plan.degrees import divisors, format_choices
-from weft.plan.devices import peak_flops
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.train.machine import detect_machine
+from weft.planning.degrees import divisors, format_choices
+from weft.planning.devices import peak_flops
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.training.machine import detect_machine
 
 CPU = Machine("cpu", devices=8)
 H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")

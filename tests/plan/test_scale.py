@@ -27,11 +27,11 @@ from weft.config.schema import Job
 from weft.estimate.private_trace import clear_mesh_cache
 from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
-from weft.plan.placement import AXES, coordinates_to_rank, rank_groups, rank_to_coordinates
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
-from weft.train.loss import chunk_tokens
-from weft.train.setup import build
+from weft.planning.placement import AXES, coordinates_to_rank, rank_groups, rank_to_coordinates
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
+from weft.training.loss import chunk_tokens
+from weft.training.setup import build
 
 Overrides = list[tuple[str, str]]
 

@@ -13,9 +13,9 @@ import pytest
 from weft.models.decoder_costs import unit_costs
 from weft.models.families.llama import PRESETS
 from weft.models.family import UnitCost
-from weft.plan.devices import GIB
-from weft.plan.plan import PipelinePlan, Stage
-from weft.plan.stages import (
+from weft.planning.devices import GIB
+from weft.planning.plan import PipelinePlan, Stage
+from weft.planning.stages import (
     Objective,
     check_layers_per_stage,
     format_stage_table,

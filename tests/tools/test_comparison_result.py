@@ -10,16 +10,13 @@ import pytest
 
 from tests.tools.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
+from weft.comparison.comparison_page import write_page
+from weft.comparison.comparison_result import ComparisonSettings, ComparisonSummary
+from weft.comparison.trials import TrialResult, trial_dir
+from weft.comparison.variants import Variant
 from weft.config.errors import ConfigError
 from weft.config.schema import Job, replace
-from weft.tools.comparison_result import (
-    ComparisonSettings,
-    ComparisonSummary,
-)
-from weft.tools.report.comparison_page import write_page
-from weft.tools.report.page import REPORT_FILE
-from weft.tools.trials import TrialResult, trial_dir
-from weft.tools.variants import Variant
+from weft.reporting.page import REPORT_FILE
 
 LABELS = ["tp=1", "tp=2, activation_checkpoint=full", "<b>lr</b>=&1", 'path="a b"']
 

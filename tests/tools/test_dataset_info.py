@@ -11,9 +11,9 @@ import pytest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
+from weft.conversion.dataset_info import convert_entry
+from weft.conversion.recipe_translation import translate_file, write_recipe
 from weft.data.chat_rows import RowFormat, parse_line
-from weft.tools.dataset_info import convert_entry
-from weft.tools.recipe_translation import translate_file, write_recipe
 
 TURNS = [("user", "what is it?"), ("assistant", "it is what it is")]
 HISTORY = [("user", "before?"), ("assistant", "that")]

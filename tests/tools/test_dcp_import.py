@@ -20,9 +20,9 @@ from weft.checkpoint.distributed_checkpoint import DistributedCheckpoint
 from weft.cli.main import main
 from weft.config.reader import read_job
 from weft.config.storage import CorruptData
-from weft.tools.dcp_import import rename
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.inference_model import find_checkpoint, load_local_model
+from weft.conversion.dcp_import import rename
+from weft.conversion.hf_convert import export_checkpoint
+from weft.inference.inference_model import find_checkpoint, load_local_model
 
 DIM, HEADS, KV_HEADS, LAYERS, FFN, VOCAB, THETA = 32, 4, 2, 2, 64, 300, 5000.0
 

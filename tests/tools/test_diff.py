@@ -14,11 +14,11 @@ from tests.cluster.test_launcher import run
 from tests.harness import run_ranks
 from tests.small import Overrides, small_job, train_rank
 from weft.cli.main import main
+from weft.comparison.diff import compare_runs
 from weft.config.errors import InvalidConfig
 from weft.config.writer import to_toml
 from weft.monitor.event_log import note_event
-from weft.tools.diff import compare_runs
-from weft.train.setup import enable_determinism
+from weft.training.setup import enable_determinism
 
 # A model whose second block returns an output 1 % too large in one step.
 LOCAL = """

@@ -14,6 +14,8 @@ from tokenizers import AddedToken, Tokenizer, processors
 from tests.random_runs import random_run
 from weft.config.errors import InvalidConfig
 from weft.config.schema import DataSection
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
 from weft.data.document_tokens import (
     RECORD_FILE,
     find_document_tokens,
@@ -24,11 +26,9 @@ from weft.data.prepare import prepare_store
 from weft.data.prepared_cache import Progress
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.data.tokenizer_training import train_tokenizer
-from weft.tools.evaluate import encode_pair
-from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_local_model
+from weft.inference.evaluate import encode_pair
+from weft.inference.generate import Sampling, generate, load_chat_format, make_sequences
+from weft.inference.inference_model import find_checkpoint, load_local_model
 
 PROMPTS = ["def parse", "x = 1", "some words, and more"]
 

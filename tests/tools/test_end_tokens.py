@@ -15,14 +15,14 @@ from tokenizers import AddedToken, Tokenizer
 from tests.chat import CHATML, LLAMA, MARKED, MISTRAL, TURNS, write_lines
 from tests.chat import make_tokenizer as make_chat_tokenizer
 from weft.config.schema import DataSection
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
 from weft.data.inspect import summarize_dataset
 from weft.data.prepare import prepare_data
 from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer_training import train_tokenizer
-from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_local_model
+from weft.inference.generate import Sampling, generate, load_chat_format, make_sequences
+from weft.inference.inference_model import find_checkpoint, load_local_model
 
 # As GLM-4.5: nothing follows an answer; the model is to emit the next role.
 ENDLESS = """\

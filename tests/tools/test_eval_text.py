@@ -19,14 +19,14 @@ from weft.config.schema import DataSection, replace
 from weft.config.writer import to_toml
 from weft.data.dataset import open_dataset
 from weft.data.prepare import prepare_data
-from weft.monitor.run_reader import RunReader
-from weft.tools import eval_text
-from weft.tools.eval_text import prompt_generator, share_text_format
-from weft.tools.generate import Sampling, generate, load_chat_format, make_sequences
-from weft.tools.inference_model import find_checkpoint, load_local_model
-from weft.tools.report.run_report import report_page
-from weft.train import loss
-from weft.train.loop import train
+from weft.inference import eval_text
+from weft.inference.eval_text import prompt_generator, share_text_format
+from weft.inference.generate import Sampling, generate, load_chat_format, make_sequences
+from weft.inference.inference_model import find_checkpoint, load_local_model
+from weft.records.run_reader import RunReader
+from weft.reporting.run_report import report_page
+from weft.training import loss
+from weft.training.loop import train
 
 PROMPTS = ["def ", "import os, sys", "x", ""]
 SAMPLING = Sampling(max_tokens=12)

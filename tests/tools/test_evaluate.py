@@ -20,8 +20,8 @@ from weft.cli.main import main
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
 from weft.data.token_store import open_store
-from weft.tools.evaluate import ALL_SEQUENCES, SourceLoss, evaluate_sources
-from weft.tools.inference_model import find_checkpoint, load_local_model, plan_inference
+from weft.inference.evaluate import ALL_SEQUENCES, SourceLoss, evaluate_sources
+from weft.inference.inference_model import find_checkpoint, load_local_model, plan_inference
 
 ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
 

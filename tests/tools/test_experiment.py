@@ -21,14 +21,20 @@ import tomli_w
 from tests.small import SMALL, Overrides
 from tests.test_cli import rejected
 from weft.cli.main import main
-from weft.cluster import REQUEUE
+from weft.comparison.experiment import failure_reason, trial_order
+from weft.comparison.trials import trial_seed
+from weft.comparison.variants import (
+    Variant,
+    parse_vary,
+    prepare_variant,
+    read_variants,
+    split_values,
+)
 from weft.config.errors import ConfigErrors, InvalidConfig
+from weft.config.exit_statuses import REQUEUE
 from weft.config.files import write_json
 from weft.config.reader import read_job
-from weft.plan.plan import Plan
-from weft.tools.experiment import failure_reason, trial_order
-from weft.tools.trials import trial_seed
-from weft.tools.variants import Variant, parse_vary, prepare_variant, read_variants, split_values
+from weft.planning.plan import Plan
 
 WEFT = [sys.executable, "-m", "weft"]
 

@@ -16,10 +16,10 @@ from tests.models.test_families import save_tokenizer, transformers_model
 from tests.models.test_score_heads import build_scored
 from tests.tools.test_peft_export import write_run
 from weft.cli.main import main
-from weft.tools import hf_convert
-from weft.tools.export_proof import PROOF_FILE, ProofFailed, prove_export
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint
+from weft.conversion import hf_convert
+from weft.conversion.export_proof import PROOF_FILE, ProofFailed, prove_export
+from weft.conversion.hf_import import import_model
+from weft.inference.inference_model import find_checkpoint
 
 pytestmark = pytest.mark.system
 
@@ -167,7 +167,7 @@ def test_proof_that_this_machine_cannot_make_is_refused_before_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = write_source("llama", tmp_path), tmp_path / "out"
-    monkeypatch.setattr("weft.tools.export_proof.available_bytes", lambda: 1000)
+    monkeypatch.setattr("weft.conversion.export_proof.available_bytes", lambda: 1000)
     assert main(["export", str(run), str(out), "--prove"]) == 2
     error = capsys.readouterr().err
     assert "--prove needs 1," in error

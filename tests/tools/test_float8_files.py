@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.small import newest_state
 from tests.tools.test_end_tokens import make_tokenizer
 from weft.config.errors import InvalidConfig
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
 
 BLOCK = 128
 FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}

@@ -20,13 +20,13 @@ from tests.tools.test_run_report import Browser, needs_browser
 from weft.config.schema import Job
 from weft.estimate.cost import Span, simulate_pipeline
 from weft.estimate.forecast import GIB, Forecast, forecast
-from weft.plan.devices import parse_cluster
-from weft.plan.pipeline_schedule import build_schedule, planned_schedule
-from weft.plan.placement import rank_to_coordinates
-from weft.plan.plan import Plan
-from weft.plan.plan_text import cluster_machine
-from weft.plan.resolve import resolve
-from weft.tools.report.forecast_charts import (
+from weft.planning.devices import parse_cluster
+from weft.planning.pipeline_schedule import build_schedule, planned_schedule
+from weft.planning.placement import rank_to_coordinates
+from weft.planning.plan import Plan
+from weft.planning.plan_text import cluster_machine
+from weft.planning.resolve import resolve
+from weft.reporting.forecast_charts import (
     forecast_page,
     format_number,
     memory_chart,

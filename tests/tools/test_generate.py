@@ -15,8 +15,7 @@ from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import ConfigErrors, InvalidConfig
-from weft.models.kv_cache import use_kv_cache
-from weft.tools.generate import (
+from weft.inference.generate import (
     ChatFormat,
     GeneratedSequence,
     Sampling,
@@ -26,13 +25,14 @@ from weft.tools.generate import (
     read_prompts,
     sample_token,
 )
-from weft.tools.inference_model import (
+from weft.inference.inference_model import (
     LanguageModel,
     find_checkpoint,
     load_local_model,
     load_model,
     plan_inference,
 )
+from weft.models.kv_cache import use_kv_cache
 
 PROMPTS = ["def ", "import os, sys, json\nfor line in sys.stdin:\n    print", "", "x"]
 GREEDY = Sampling(max_tokens=24, temperature=0)

@@ -21,8 +21,8 @@ from tests.chat import CHATML
 from tests.random_runs import random_run
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.tools.generate import Sampling, encode_prompt
-from weft.tools.text_model import ChatSession, TextModel, load_text_model
+from weft.inference.generate import Sampling, encode_prompt
+from weft.inference.text_model import ChatSession, TextModel, load_text_model
 
 ROOT = Path(__file__).parent.parent.parent
 SHORT = Sampling(max_tokens=5, temperature=0)

@@ -47,19 +47,19 @@ from weft.config.errors import WeftError
 from weft.config.schema import replace
 from weft.config.storage import open_directory
 from weft.config.writer import to_toml
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
 from weft.data.dataset import open_dataset
 from weft.data.prepared_cache import Progress
+from weft.inference.generate import ChatFormat, Sampling, generate, load_chat_format, make_sequences
+from weft.inference.inference_model import find_checkpoint, load_local_model, load_unsharded
 from weft.models import FAMILIES
 from weft.models.decoder_config import DecoderConfig
 from weft.models.hf_fields import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
-from weft.plan.model_config import resolve_model
-from weft.tools.generate import ChatFormat, Sampling, generate, load_chat_format, make_sequences
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_local_model, load_unsharded
-from weft.train.job_checks import check_text, prepare_job
-from weft.train.setup import build
+from weft.planning.model_config import resolve_model
+from weft.preparation.job_checks import check_text, prepare_job
+from weft.training.setup import build
 
 LLAMA = FAMILIES["llama"]
 # Grouped heads and RoPE scaling; with a large learning rate attention is far from uniform.

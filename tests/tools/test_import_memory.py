@@ -23,7 +23,7 @@ DIM, FFN_DIM, VOCAB_SIZE = 1024, 8192, 32768
 SCRIPT = """
 import re, sys
 from pathlib import Path
-from weft.tools.hf_import import import_model
+from weft.conversion.hf_import import import_model
 import torch, transformers
 def peak():
     status = Path("/proc/self/status").read_text()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import SeedOssConfig, SeedOssForCausalLM
 
+from weft.conversion.hf_import import UNAPPLIED_FIELDS, _describe_training, import_model
 from weft.data.tokenizer_training import train_tokenizer
 from weft.models import FAMILIES
-from weft.tools.hf_import import UNAPPLIED_FIELDS, _describe_training, import_model
 
 
 def test_import_names_dropout_that_is_not_applied(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
     """Return weft's model of an imported run, and the harness's of its export."""
     from lm_eval.models.huggingface import HFLM
 
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     home = tmp_path_factory.mktemp("chat")
     write_model(request.param, home / "model")
@@ -110,7 +110,7 @@ def test_chat_scores_equal_those_of_the_export(
 def test_run_without_a_template_is_refused(store_path: Path, tmp_path: Path) -> None:
     from tests.random_runs import random_run
     from weft.config.errors import InvalidConfig
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     lm = WeftLM(str(random_run(tmp_path / "run", store_path)), device="cpu")
     with pytest.raises(InvalidConfig, match=r"data\.chat_template"):
@@ -120,7 +120,7 @@ def test_run_without_a_template_is_refused(store_path: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_template_that_rejects_a_system_message_gets_none(tmp_path: Path) -> None:
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     write_model("gemma", tmp_path / "model")
     assert main(["import", str(tmp_path / "model"), str(tmp_path / "run")]) == 0

@@ -11,7 +11,7 @@ from weft.monitor.heartbeat import process_start_ticks
 SCRIPT = """
 import sys
 from types import SimpleNamespace
-from weft.tools import local_ranks
+from weft.supervision import local_ranks
 # Replaces torchrun by a process that prints its id and sleeps.
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 local_ranks.PYTHON = [sys.executable, "-c", SLEEPS]

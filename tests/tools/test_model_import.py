@@ -18,13 +18,13 @@ from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.files import write_json
 from weft.config.reader import read_job
+from weft.conversion import hf_import
+from weft.conversion.model_import import import_source, open_source
 from weft.models import FAMILIES
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, to_hf_config
 from weft.monitor.terminal import quiet_console
-from weft.plan.model_config import HUB_NAME, locate_model, model_name, resolve_section
-from weft.tools import hf_import
-from weft.tools.model_import import import_source, open_source
-from weft.train.job_checks import prepare_job
+from weft.planning.model_config import HUB_NAME, locate_model, model_name, resolve_section
+from weft.preparation.job_checks import prepare_job
 
 CONSOLE = quiet_console(io.StringIO())
 

@@ -19,10 +19,15 @@ from tests.random_runs import random_run
 from tests.small import this_rank
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.tools.evaluate import compute_log_probs, encode_pair, read_task, score_task
-from weft.tools.generate import load_chat_format
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.inference_model import find_checkpoint, load_local_model, load_model, plan_inference
+from weft.conversion.hf_convert import export_checkpoint
+from weft.inference.evaluate import compute_log_probs, encode_pair, read_task, score_task
+from weft.inference.generate import load_chat_format
+from weft.inference.inference_model import (
+    find_checkpoint,
+    load_local_model,
+    load_model,
+    plan_inference,
+)
 
 TASK = """
 task: continue_it
@@ -103,7 +108,7 @@ def test_score_equals_the_harness_and_transformers(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from lm_eval.models.huggingface import HFLM
 
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     scores = ours(run, task_file)
     assert 0.1 < scores["acc"] < 0.9
@@ -147,7 +152,7 @@ def test_fewshot_contexts_equal_those_of_the_harness(
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -213,7 +218,7 @@ def test_documented_harness_command_runs_without_a_gpu(
 
 def test_device_of_the_harness_is_no_wish_without_a_gpu(run: Path) -> None:
     pytest.importorskip("lm_eval")
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -335,7 +340,7 @@ def test_lm_eval_request_longer_than_the_context_is_cut(run: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from weft.tools.lm_eval_model import WeftLM
+    from weft.inference.lm_eval_model import WeftLM
 
     lm = WeftLM(str(run), device="cpu")
     contexts = ["def " * 40, "import " * 20 + "def " * 20]

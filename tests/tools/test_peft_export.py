@@ -25,16 +25,16 @@ from weft.checkpoint.weight_files import Weight, open_weights, write_weights_che
 from weft.config.errors import InvalidConfig
 from weft.config.schema import LoraSection, replace
 from weft.config.writer import to_toml
-from weft.models import FAMILIES
-from weft.parallel.lora import apply_lora
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import (
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
+from weft.inference.inference_model import (
     CheckpointRef,
     find_base_checkpoint,
     find_checkpoint,
     load_unsharded,
 )
+from weft.models import FAMILIES
+from weft.parallel.lora import apply_lora
 
 EXPERT_KINDS = [kind for kind in KINDS if next(iter(FAMILIES[kind].presets.values())).num_experts]
 TABLES = ("embed_tokens.weight", "lm_head.weight")

@@ -27,19 +27,19 @@ from weft.checkpoint.manifest import read_manifest
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.files import write_json
 from weft.config.schema import LoraSection
+from weft.conversion.adapter_path import adopt_paths
+from weft.conversion.hf_import import import_model
+from weft.conversion.load_module import load_module
+from weft.conversion.model_import import import_source, open_source
+from weft.conversion.peft_config import read_peft_config
+from weft.conversion.peft_import import Adapter, open_adapter
+from weft.inference.inference_model import find_checkpoint
 from weft.models import FAMILIES
 from weft.models.hf_mapping import from_hf_config, get_hf_mapping, param_shapes, to_hf_config
 from weft.monitor.terminal import quiet_console
-from weft.plan.lora_plan import is_target
-from weft.plan.model_config import resolve_section
-from weft.tools.adapter_path import adopt_paths
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint
-from weft.tools.load_module import load_module
-from weft.tools.model_import import import_source, open_source
-from weft.tools.peft_config import read_peft_config
-from weft.tools.peft_import import Adapter, open_adapter
-from weft.train.job_checks import prepare_job
+from weft.planning.lora_plan import is_target
+from weft.planning.model_config import resolve_section
+from weft.preparation.job_checks import prepare_job
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from tests.parallel.test_dora import check_gradients_with_peft
 from tests.tools.test_peft_export import check, export, ignore, load_in_peft, logits, write_run
 from tests.tools.test_vocabulary_growth import CONSOLE, NEW, chat_file, write_model
-from weft.tools.adapter_path import adopt_paths
-from weft.tools.export_proof import make_language_model
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_unsharded
-from weft.tools.model_import import import_source, open_source
-from weft.train.job_checks import prepare_job
+from weft.conversion.adapter_path import adopt_paths
+from weft.conversion.export_proof import make_language_model
+from weft.conversion.hf_import import import_model
+from weft.conversion.model_import import import_source, open_source
+from weft.inference.inference_model import find_checkpoint, load_unsharded
+from weft.preparation.job_checks import prepare_job
 
 IDS = [60, 3, 17]
 ROWS = {"rank": 3, "alpha": 5.0, "targets": ["q_proj"], "trainable_tokens": IDS}

@@ -11,9 +11,9 @@ import pytest
 
 from tests.test_cli import rejected
 from weft.cli.main import main
-from weft.plan.plan import Machine, Plan
-from weft.tools import planned_comparison as planning
-from weft.tools.planned_comparison import PlannedVariant, make_verdict
+from weft.comparison import planned_comparison as planning
+from weft.comparison.planned_comparison import PlannedVariant, make_verdict
+from weft.planning.plan import Machine, Plan
 
 
 def planned(

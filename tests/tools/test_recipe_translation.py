@@ -16,10 +16,10 @@ from weft.config.peer_configs import load_peer_configs
 from weft.config.peer_names import load_peer_names
 from weft.config.reader import read_job
 from weft.config.schema import keys
+from weft.conversion.recipe_translation import Translation, translate_file, write_recipe
 from weft.models.decoder_config import DecoderConfig
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import plan_recipe
-from weft.tools.recipe_translation import Translation, translate_file, write_recipe
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import plan_recipe
 
 TITAN = """
 [job]

@@ -20,10 +20,10 @@ from tests.tools.test_run_report import (
     values,
     write_page,
 )
-from weft.monitor.run_reader import RunReader
-from weft.tools.report.chart_points import NONFINITE, encode_cell, points_per_curve
-from weft.tools.report.report_charts import build_charts, chart_data
-from weft.tools.report.report_summary import headline, runs_headline, runs_table, spark_points
+from weft.records.run_reader import RunReader
+from weft.reporting.chart_points import NONFINITE, encode_cell, points_per_curve
+from weft.reporting.report_charts import build_charts, chart_data
+from weft.reporting.report_summary import headline, runs_headline, runs_table, spark_points
 
 __all__ = ["browser"]  # the fixture
 

@@ -21,14 +21,14 @@ from weft.config.schema import replace
 from weft.config.writer import to_toml
 from weft.estimate.calibrate import replan_run
 from weft.estimate.forecast import forecast
-from weft.monitor.run_reader import RunReader
-from weft.plan.devices import GIB
-from weft.plan.pipeline_schedule import planned_schedule
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.tools.report.page import REPORT_FILE
-from weft.tools.report.report_sections import measured_timeline, prediction_sections
-from weft.train.run_dir import write_plan
+from weft.planning.devices import GIB
+from weft.planning.pipeline_schedule import planned_schedule
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.records.run_reader import RunReader
+from weft.reporting.page import REPORT_FILE
+from weft.reporting.report_sections import measured_timeline, prediction_sections
+from weft.training.run_dir import write_plan
 
 PIPELINE = [
     ("parallel.pp", "2"),

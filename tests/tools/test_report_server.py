@@ -18,8 +18,8 @@ import pytest
 
 from tests.tools.test_run_report import Browser, browser, make_run, needs_browser, values
 from weft.cli.main import main
-from weft.tools.report.page import text_part
-from weft.tools.report.report_server import HOST, PageCache, make_handler
+from weft.reporting.page import text_part
+from weft.reporting.report_server import HOST, PageCache, make_handler
 
 __all__ = ["browser"]  # the fixture
 

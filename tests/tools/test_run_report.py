@@ -21,14 +21,14 @@ from tests.small import small_job
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.writer import to_toml
-from weft.monitor import run_reader as history
-from weft.monitor.run_reader import RunReader, to_columns
 from weft.monitor.step_timer import StepTimes
-from weft.tools.report import run_report
-from weft.tools.report.chart_points import MAX_POINTS, bin_means, bin_starts, select_extremes
-from weft.tools.report.page import REPORT_FILE, table_part, text_part
-from weft.tools.report.report_charts import build_charts, chart_data
-from weft.tools.report.run_report import LiveReport, report_page, run_page
+from weft.records import run_reader as history
+from weft.records.run_reader import RunReader, to_columns
+from weft.reporting import run_report
+from weft.reporting.chart_points import MAX_POINTS, bin_means, bin_starts, select_extremes
+from weft.reporting.page import REPORT_FILE, table_part, text_part
+from weft.reporting.report_charts import build_charts, chart_data
+from weft.reporting.run_report import LiveReport, report_page, run_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
@@ -755,6 +755,6 @@ def test_report_command_mistakes_are_refused(
 
 
 def test_report_page_does_not_import_torch() -> None:
-    probe = "import sys, weft.tools.report.run_report; sys.exit('torch' in sys.modules)"
+    probe = "import sys, weft.reporting.run_report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
     assert not hasattr(run_report, "torch")

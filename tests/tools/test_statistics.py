@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from weft.tools.verdict import (
+from weft.comparison.verdict import (
     SIGNIFICANCE,
     confidence_interval,
     difference_p_value,

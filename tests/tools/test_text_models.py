@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tools.test_end_tokens import make_tokenizer
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_unsharded
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
+from weft.inference.inference_model import find_checkpoint, load_unsharded
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

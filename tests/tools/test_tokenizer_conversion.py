@@ -15,8 +15,8 @@ import pytest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.data.tokenizer import load_tokenizer
-from weft.plan import tokenizer_conversion
-from weft.plan.model_config import locate_model
+from weft.planning import tokenizer_conversion
+from weft.planning.model_config import locate_model
 
 WORDS = [
     "the",

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from weft.config.errors import ConfigError
-from weft.config.schema import Job, replace
-from weft.tools.comparison_result import (
+from weft.comparison.comparison_result import (
     ComparisonSettings,
     ComparisonSummary,
     completed_trials,
 )
-from weft.tools.trials import (
+from weft.comparison.trials import (
     TrialResult,
     measure_trial,
     split_warm_up,
@@ -25,8 +23,10 @@ from weft.tools.trials import (
     trial_dir,
     validation_loss,
 )
-from weft.tools.variants import Variant
-from weft.tools.verdict import percent
+from weft.comparison.variants import Variant
+from weft.comparison.verdict import percent
+from weft.config.errors import ConfigError
+from weft.config.schema import Job, replace
 
 TOKENS = 256  # of a step
 

@@ -31,12 +31,12 @@ from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.optim.optimizer import compute_grad_norm
-from weft.plan.plan import Plan
-from weft.tools import verify_measure as measure
-from weft.tools.local_ranks import RanksFailed, run_ranks
-from weft.tools.shrink import Case, plan_for_recipe, shrink
-from weft.tools.verify import NOISE_RUNS, VerifyReport, read_recipe, scale_error, verify
-from weft.train.setup import Built
+from weft.planning.plan import Plan
+from weft.supervision.local_ranks import RanksFailed, run_ranks
+from weft.training.setup import Built
+from weft.verification import verify_measure as measure
+from weft.verification.shrink import Case, plan_for_recipe, shrink
+from weft.verification.verify import NOISE_RUNS, VerifyReport, read_recipe, scale_error, verify
 
 # Arguments of `weft verify`.
 TP2 = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
@@ -517,7 +517,7 @@ def test_verify_fault_exits_with_status_1(
     def break_it(*args: Any, **kwargs: Any) -> VerifyReport:
         return verify(*args, **kwargs, corrupt=zero_a_shard)
 
-    monkeypatch.setattr("weft.tools.verify.verify", break_it)
+    monkeypatch.setattr("weft.verification.verify.verify", break_it)
     assert main(["verify", "demo", *DP2, "--steps", "1"]) == 1
     assert "FAILED: step 1: the forward pass first differs in layers.1" in capsys.readouterr().out
 
@@ -592,7 +592,7 @@ def living_processes(mark: str) -> list[str]:
 def test_run_ranks_killed_parent_leaves_no_rank() -> None:
     mark = f"weft-{uuid.uuid4()}"
     program = (
-        "from weft.tools.local_ranks import run_ranks\n"
+        "from weft.supervision.local_ranks import run_ranks\n"
         "from tests.tools.test_verify import die_or_wait\n"
         "run_ranks(die_or_wait, 2, 'hang')"
     )

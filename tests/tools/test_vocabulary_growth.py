@@ -19,12 +19,12 @@ from tests.small import newest_state, read_state
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
+from weft.conversion.model_import import import_source, open_source
 from weft.monitor.terminal import quiet_console
-from weft.plan.vocabulary import NewTokens, add_tokens, count_entries
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.model_import import import_source, open_source
-from weft.train.job_checks import prepare_job
+from weft.planning.vocabulary import NewTokens, add_tokens, count_entries
+from weft.preparation.job_checks import prepare_job
 
 CONSOLE = quiet_console(io.StringIO())
 NEW = ("<|tool|>", "<|end_tool|>")

@@ -28,9 +28,9 @@ from tests.small import (
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step, set_learning_rate
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.setup import build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training.setup import build
 
 STEPS: Overrides = [
     ("train.steps", "4"),

@@ -11,7 +11,7 @@ import torch
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, losses, train_rank
-from weft.train.setup import enable_determinism
+from weft.training.setup import enable_determinism
 
 
 def put(deterministic: bool) -> str:

@@ -22,15 +22,19 @@ from weft.cli.main import main
 from weft.config.schema import TrainSection
 from weft.config.storage import open_directory
 from weft.config.writer import to_toml
-from weft.monitor.run_reader import RunReader
+from weft.inference.inference_model import find_checkpoint
 from weft.monitor.signals import StopRequested
-from weft.tools.inference_model import find_checkpoint
-from weft.tools.report.report_summary import headline
-from weft.train.early_stopping import add_evaluation_to_state, describe_early_stop, read_early_stop
-from weft.train.job_checks import check_names
-from weft.train.loss import OBJECTIVES, build_objective
-from weft.train.metric_logger import MetricLogger
-from weft.train.state import TrainState
+from weft.preparation.job_checks import check_names
+from weft.records.run_reader import RunReader
+from weft.reporting.report_summary import headline
+from weft.training.early_stopping import (
+    add_evaluation_to_state,
+    describe_early_stop,
+    read_early_stop,
+)
+from weft.training.loss import OBJECTIVES, build_objective
+from weft.training.metric_logger import MetricLogger
+from weft.training.state import TrainState
 
 Values = dict[int, float]  # validation losses by step
 

@@ -12,7 +12,7 @@ import pytest
 
 from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
-from weft.train.environment import (
+from weft.preparation.environment import (
     ClusterEnvironment,
     apply_environment,
     detect_environment,
@@ -20,7 +20,7 @@ from weft.train.environment import (
     expand_hosts,
     is_log_node,
 )
-from weft.train.machine import is_launched_rank
+from weft.training.machine import is_launched_rank
 
 TORCHRUN = {
     "LOCAL_RANK": "1",

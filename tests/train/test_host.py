@@ -20,10 +20,10 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, before_each_step, losses, small_job, train_rank
 from weft.data.dataset import open_dataset
 from weft.data.loader import Prefetcher
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train import loop, run
-from weft.train.setup import Rank, keep_freed_memory
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training import loop, run
+from weft.training.setup import Rank, keep_freed_memory
 
 UNLOGGED: Overrides = [
     ("train.steps", "14"),

@@ -17,11 +17,11 @@ from weft.config.schema import Job, replace
 from weft.data.dataset import Dataset, Source, open_dataset
 from weft.data.loader import build_mixture
 from weft.monitor.terminal import quiet_console
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
-from weft.tools.run_summary import print_dataset
-from weft.train.job_checks import plan_with_data
-from weft.train.run_dir import MAX_EPOCHS, epoch_warnings
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import plan_with_data
+from weft.reporting.run_summary import print_dataset
+from weft.training.run_dir import MAX_EPOCHS, epoch_warnings
 
 
 def list_warnings(job: Job, text: Dataset) -> list[str]:

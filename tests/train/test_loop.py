@@ -27,8 +27,8 @@ from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
 from weft.data.dataset import open_dataset
-from weft.train.job_checks import prepare_job
-from weft.train.loop import train
+from weft.preparation.job_checks import prepare_job
+from weft.training.loop import train
 
 KEYS = {
     "step",
@@ -138,7 +138,7 @@ def test_run_resumed_is_equal_bit_for_bit(ranks: int, store_path: Path, tmp_path
 
 def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
     """Train, but raise in the middle of step ``after`` + 1."""
-    from weft.train.step import TrainStep
+    from weft.training.step import TrainStep
 
     steps = 0
 

@@ -27,14 +27,14 @@ from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.checkpoint.weight_files import write_json
 from weft.config.errors import InvalidConfig
 from weft.config.writer import to_toml
+from weft.conversion.hf_convert import export_checkpoint
+from weft.conversion.hf_import import import_model
 from weft.data.prepared_cache import Progress
+from weft.inference.inference_model import find_checkpoint, load_unsharded
 from weft.models import FAMILIES
 from weft.models.hf_fields import hf_name
 from weft.models.hf_mapping import param_shapes, to_hf_config
-from weft.plan.model_config import resolve_model
-from weft.tools.hf_convert import export_checkpoint
-from weft.tools.hf_import import import_model
-from weft.tools.inference_model import find_checkpoint, load_unsharded
+from weft.planning.model_config import resolve_model
 
 MODEL: Overrides = [
     ("model.dim", "128"),

@@ -18,8 +18,8 @@ from tests.layouts import one_process, parse, size
 from tests.parallel.test_layouts import MODEL, TOLERANCE
 from tests.small import Overrides, gradients, merged
 from weft.data.loader import IGNORE_INDEX
-from weft.train import loss
-from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
+from weft.training import loss
+from weft.training.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 
 
 def random_example(random: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import fake_nvml
-from weft.cluster import FAILED
-from weft.train.machine import explain_unused_gpus, find_accelerator
+from weft.config.exit_statuses import FAILED
+from weft.training.machine import explain_unused_gpus, find_accelerator
 
 CLONE = Path(__file__).parents[2]
 OLD_DRIVER = "driver 535.104.05\ncuda 12020\n"
@@ -30,7 +30,7 @@ def run_python(nvml_dir: Path, *words: str, **variables: str) -> subprocess.Comp
 
 EXPLAIN = """\
 import torch
-from weft.train.machine import explain_unused_gpus
+from weft.training.machine import explain_unused_gpus
 for torch.version.cuda in (None, "13.0", "12.6"):
     print(explain_unused_gpus())
 """

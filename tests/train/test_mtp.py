@@ -16,10 +16,10 @@ from tests.parallel.sharded import assert_equal
 from tests.small import gradients, merged, plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
 from weft.data.loader import IGNORE_INDEX, Batch
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train import loss as loss_module
-from weft.train.setup import build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.training import loss as loss_module
+from weft.training.setup import build
 
 # --------------------------------------------------------------------------- a plain implementation
 

@@ -52,15 +52,15 @@ from weft.data.loader import (
     build_mixture,
 )
 from weft.data.prepare import prepare_data
-from weft.monitor.run_reader import read_event_log
 from weft.parallel.cuda_graphs import WARMUP_STEPS
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.job_checks import check_names
-from weft.train.loss import Objective, SequenceLosses, count_targets, dpo
-from weft.train.reference_logprobs import log_probs
-from weft.train.setup import build
-from weft.train.step import TrainStep
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import check_names
+from weft.records.run_reader import read_event_log
+from weft.training.loss import Objective, SequenceLosses, count_targets, dpo
+from weft.training.reference_logprobs import log_probs
+from weft.training.setup import build
+from weft.training.step import TrainStep
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),

@@ -41,16 +41,16 @@ from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import Job
 from weft.data.dataset import open_dataset
-from weft.monitor.run_reader import read_event_log
 from weft.monitor.signals import listen
 from weft.optim.optimizer import compute_grad_norm
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.job_checks import check_names
-from weft.train.loop import train
-from weft.train.replica_groups import ReplicaGroupError, ReplicaGroups, join_replica_groups
-from weft.train.setup import build
-from weft.train.state import TrainState
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import check_names
+from weft.records.run_reader import read_event_log
+from weft.training.loop import train
+from weft.training.replica_groups import ReplicaGroupError, ReplicaGroups, join_replica_groups
+from weft.training.setup import build
+from weft.training.state import TrainState
 
 INSTALLED = importlib.util.find_spec("torchft") is not None
 needs_torchft = pytest.mark.skipif(

@@ -22,11 +22,11 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import IGNORE_INDEX, Batch, Loader, build_mixture
 from weft.data.prepare import prepare_data
 from weft.models.hf_mapping import to_hf_config
-from weft.plan.plan import Machine
-from weft.plan.resolve import resolve
-from weft.train.job_checks import check_names
-from weft.train.loss import Objective, SequenceLosses, count_targets, reward
-from weft.train.setup import build
+from weft.planning.plan import Machine
+from weft.planning.resolve import resolve
+from weft.preparation.job_checks import check_names
+from weft.training.loss import Objective, SequenceLosses, count_targets, reward
+from weft.training.setup import build
 
 ROWS = [
     {

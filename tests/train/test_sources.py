@@ -26,9 +26,9 @@ from weft.config.schema import DataSection
 from weft.data.dataset import open_dataset
 from weft.data.loader import IGNORE_INDEX, build_mixture
 from weft.data.prepare import prepare_data
-from weft.train.metric_logger import RunningMean
-from weft.train.setup import build
-from weft.train.step import validation_batches
+from weft.training.metric_logger import RunningMean
+from weft.training.setup import build
+from weft.training.step import validation_batches
 
 MODEL: Overrides = [
     ("data.mixture", "letters=0.5,prose=0.2,stdlib=0.3"),
@@ -122,9 +122,9 @@ def test_source_losses_layouts_equal_one_process(
 
 
 def chunked(overrides: Overrides, text: str) -> dict[str, Any]:
-    import weft.train.loss
+    import weft.training.loss
 
-    weft.train.loss.CHUNK_BYTES = 16 * 4 * 512  # logits of 16 tokens per chunk
+    weft.training.loss.CHUNK_BYTES = 16 * 4 * 512  # logits of 16 tokens per chunk
     return losses_of_sources(overrides, text)
 
 

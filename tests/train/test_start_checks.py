@@ -11,8 +11,8 @@ import pytest
 from tests.small import small_job
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
-from weft.train.environment import detect_environment
-from weft.train.job_checks import check_logins, prepare_job
+from weft.preparation.environment import detect_environment
+from weft.preparation.job_checks import check_logins, prepare_job
 
 VARIABLES = {
     "RANK": "0",

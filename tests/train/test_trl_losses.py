@@ -15,7 +15,7 @@ from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE_INDEX, Batch, LabeledAnswers, PackedDocuments
 from weft.data.packing import PackedSequences, SwappedAnswers
 from weft.data.token_store import TokenStream
-from weft.train.loss import answer_logprobs, build_objective, cross_entropy
+from weft.training.loss import answer_logprobs, build_objective, cross_entropy
 
 VOCAB_SIZE = 320  # above the token with which TRL pads
 

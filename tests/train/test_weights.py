@@ -23,9 +23,9 @@ from weft.config.schema import DataSection
 from weft.data.dataset import Dataset, open_dataset
 from weft.data.loader import PackedDocuments, build_mixture
 from weft.data.prepare import prepare_data
-from weft.train import loss as loss_module
-from weft.train.loss import count_targets
-from weft.train.setup import build
+from weft.training import loss as loss_module
+from weft.training.loss import count_targets
+from weft.training.setup import build
 
 SMOOTHING = 0.2
 WEIGHTED: Overrides = [*CHAT, ("train.label_smoothing", str(SMOOTHING))]

@@ -33,18 +33,18 @@ from weft.api.overrides import encode_overrides
 from weft.api.results import Comparison, PlanResult, VerifyResult
 from weft.api.runs import HtmlPage, RunHandle
 from weft.api.tasks import CompareRequest, TrainRequest, VerifyRequest
-from weft.cluster import UNHEALTHY
-from weft.cluster.rank_exit import TrainingFailed
 from weft.config.errors import ConfigErrors, InvalidConfig, WeftError
+from weft.config.exit_statuses import UNHEALTHY
 from weft.config.formatting import to_python
+from weft.supervision.rank_exit import TrainingFailed
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from weft.cluster.submit import SubmittedJob
-    from weft.tools.generate import Prompt
-    from weft.tools.text_model import TextModel
+    from weft.inference.generate import Prompt
+    from weft.inference.text_model import TextModel
+    from weft.submission.submit import SubmittedJob
 
 __all__ = [
     "Comparison",
@@ -140,13 +140,13 @@ def plan(
     Raises:
         InvalidConfig: with every reason why there is no plan.
     """
+    from weft.conversion.adapter_path import adopt_paths
     from weft.estimate.advice import advise
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast
     from weft.estimate.forecast_text import render_plan
-    from weft.plan.plan_text import plan_recipe
-    from weft.tools.adapter_path import adopt_paths
-    from weft.train.machine import detect_machine
+    from weft.planning.plan_text import plan_recipe
+    from weft.training.machine import detect_machine
 
     errors = ConfigErrors()
     name = read_path("recipe", recipe, errors)
@@ -186,7 +186,7 @@ def verify(
         InvalidConfig: with every mistake in the recipe, the overrides and the layout.
         WeftError: if a rank failed.
     """
-    from weft.plan.resolve import MAX_CPU_RANKS
+    from weft.planning.resolve import MAX_CPU_RANKS
 
     errors = ConfigErrors()
     name = read_path("recipe", recipe, errors)
@@ -299,9 +299,9 @@ def launch(
         InvalidConfig: with every mistake, before anything is submitted.
         WeftError: if the cluster refuses the job.
     """
-    from weft.cluster.launch_warnings import print_warnings
-    from weft.cluster.submit import build_request, check_text, get_cluster, submit
-    from weft.train.machine import detect_machine
+    from weft.submission.launch_warnings import print_warnings
+    from weft.submission.submit import build_request, check_text, get_cluster, submit
+    from weft.training.machine import detect_machine
 
     errors = ConfigErrors()
     name, kind = read_path("recipe", recipe, errors), read_text("on", on, errors)
@@ -338,8 +338,8 @@ def load_model(
     """
     import torch
 
-    from weft.tools.load_module import load_module
-    from weft.train.machine import default_device
+    from weft.conversion.load_module import load_module
+    from weft.training.machine import default_device
 
     errors = ConfigErrors()
     location = read_path("path", path.path if isinstance(path, RunHandle) else path, errors)
@@ -377,7 +377,7 @@ def load_text_model(
     Raises:
         InvalidConfig: if there is no checkpoint, or no such template.
     """
-    from weft.tools.text_model import load_text_model
+    from weft.inference.text_model import load_text_model
 
     errors = ConfigErrors()
     path = read_path("run", run.path if isinstance(run, RunHandle) else run, errors)
@@ -443,8 +443,8 @@ def generate(
     Raises:
         InvalidConfig: if there is no checkpoint or no chat template, or an option is invalid.
     """
-    from weft.tools.generate import Sampling, is_conversation
-    from weft.tools.text_model import TextModel
+    from weft.inference.generate import Sampling, is_conversation
+    from weft.inference.text_model import TextModel
 
     errors = ConfigErrors()
     sampling = Sampling(

@@ -8,11 +8,10 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from weft.cluster import INTERRUPTED
-from weft.cluster.rank_exit import exit_process
 from weft.config.errors import WeftError
 from weft.config.escaping import escaping_stream
-from weft.monitor.process import die_with_parent
+from weft.config.exit_statuses import INTERRUPTED
+from weft.monitor.process import die_with_parent, exit_process
 from weft.monitor.signals import STOP_SIGNALS
 
 

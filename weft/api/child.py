@@ -31,8 +31,8 @@ from itertools import groupby
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, TextIO
 
-from weft.cluster import INTERRUPTED, REQUEUE
 from weft.config.errors import WeftError
+from weft.config.exit_statuses import INTERRUPTED, REQUEUE
 from weft.monitor.process import PYTHON
 from weft.monitor.signals import STOP_SIGNALS
 

@@ -12,7 +12,7 @@ from weft.config.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.estimate.forecast import Forecast
-    from weft.plan.plan import Machine, Plan
+    from weft.planning.plan import Machine, Plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,8 +42,8 @@ class PlanResult:
 
     def report(self) -> HtmlPage:
         """Render the prediction with charts, as ``weft plan --report`` does."""
-        from weft.plan.plan_text import describe_machine
-        from weft.tools.report.forecast_charts import forecast_page
+        from weft.planning.plan_text import describe_machine
+        from weft.reporting.forecast_charts import forecast_page
 
         machine = describe_machine(self.plan, self._machine)
         return HtmlPage(forecast_page(self.forecast, self._recipe, machine))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job
-from weft.monitor.run_reader import RunEvent, RunReader, is_run_dir, read_run_job, run_dir_error
+from weft.records.run_reader import RunEvent, RunReader, is_run_dir, read_run_job, run_dir_error
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -96,7 +96,7 @@ class RunHandle:
     def checkpoints(self) -> list[Path]:
         """The checkpoints, oldest first; `weft.load_text_model` accepts each."""
         from weft.checkpoint.manifest import list_checkpoints
-        from weft.train.state import checkpoint_dir
+        from weft.training.state import checkpoint_dir
 
         return list_checkpoints(checkpoint_dir(self.job.checkpoint, self.path))
 
@@ -128,8 +128,8 @@ class RunHandle:
 
     def report(self) -> HtmlPage:
         """Render the page of ``weft report``."""
-        from weft.tools.report.report_sections import prediction_sections
-        from weft.tools.report.run_report import report_page
+        from weft.reporting.report_sections import prediction_sections
+        from weft.reporting.run_report import report_page
 
         readers = [RunReader(self.path)]
         return HtmlPage(report_page(readers, appendix=prediction_sections(readers)))

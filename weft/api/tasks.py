@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.cluster import FAILED, INTERRUPTED, REQUEUE
-from weft.cluster.rank_exit import TrainingFailed, log_path
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.exit_statuses import FAILED, INTERRUPTED, REQUEUE
+from weft.supervision.rank_exit import TrainingFailed, log_path
 
 if TYPE_CHECKING:
     from weft.api.results import Comparison, VerifyResult
@@ -45,12 +45,12 @@ def train_recipe(request: TrainRequest) -> tuple[str, int]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the launcher reports the same
     # Messages on how to resume quote the command.
     sys.argv = ["weft", "train", recipe, *(f"--{key}={text}" for key, text in overrides)]
-    from weft.cluster.start import start_training, train_rank
+    from weft.conversion.adapter_path import adopt_paths
     from weft.monitor.terminal import quiet_console
-    from weft.tools.adapter_path import adopt_paths
-    from weft.train.environment import is_log_node
-    from weft.train.job_checks import prepare_job
-    from weft.train.machine import is_launched_rank
+    from weft.preparation.environment import is_log_node
+    from weft.preparation.job_checks import prepare_job
+    from weft.supervision.start import start_training, train_rank
+    from weft.training.machine import is_launched_rank
 
     base, plan = prepare_job(recipe, overrides, errors, adopt_paths)
     if not is_launched_rank():
@@ -81,7 +81,7 @@ class VerifyRequest(NamedTuple):
 def verify_recipe(request: VerifyRequest) -> VerifyResult:
     """Compare a layout with one process."""
     from weft.api.results import VerifyResult
-    from weft.tools.verify import format_report, read_recipe, verify
+    from weft.verification.verify import format_report, read_recipe, verify
 
     report = verify(
         read_recipe(request.recipe, request.overrides, request.errors),
@@ -112,12 +112,12 @@ class CompareRequest(NamedTuple):
 def compare_recipes(request: CompareRequest) -> Comparison:
     """Compare variants by runs, or by their plans; print the progress."""
     from weft.api.results import Comparison
+    from weft.comparison.comparison_result import ComparisonSettings
+    from weft.comparison.experiment import compare, default_dir
+    from weft.comparison.planned_comparison import compare_plans
+    from weft.comparison.variants import parse_margin, prepare_variant, read_variants
     from weft.config.errors import ConfigErrors
     from weft.monitor.terminal import quiet_console
-    from weft.tools.comparison_result import ComparisonSettings
-    from weft.tools.experiment import compare, default_dir
-    from weft.tools.planned_comparison import compare_plans
-    from weft.tools.variants import parse_margin, prepare_variant, read_variants
 
     errors, out = ConfigErrors(), request.out
     errors += request.errors

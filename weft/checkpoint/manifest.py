@@ -86,7 +86,7 @@ class DivergenceState(_Schema):
 
 
 class EarlyStoppingState(_Schema):
-    """State of early stopping: see `weft.train.early_stopping`."""
+    """State of early stopping: see `weft.training.early_stopping`."""
 
     metric: ShortText
     is_higher_better: bool

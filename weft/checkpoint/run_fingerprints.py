@@ -21,11 +21,11 @@ from weft.config.schema import Job
 from weft.data.document_tokens import IMPORTED_DIR, RECORD_FILE
 from weft.data.token_store import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from weft.models.hf_mapping import TRAINING_KEYS
-from weft.plan.model_config import resolve_section
+from weft.planning.model_config import resolve_section
 
 # Files that weft writes at each start of a run, from its data.
 DATA_FILES = (TOKENIZER_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, RECORD_FILE)
-REFERENCES = "references-*.npy"  # only training reads them: see `weft.train.reference_logprobs`
+REFERENCES = "references-*.npy"  # only training reads them: see `weft.training.reference_logprobs`
 MODEL, ADAPTERS = f"{JOB_FILE} [model]", f"{JOB_FILE} [lora]"
 # Keys of [lora] that change what the trained adapters compute.
 ADAPTER_KEYS = ("rank", "alpha", "rank_stabilized", "targets", "dora")

@@ -36,8 +36,8 @@ from weft.config.files import expand_path
 from weft.config.run_paths import absolute_dir
 
 if TYPE_CHECKING:
-    from weft.tools.text_model import ChatSession, TextModel
-    from weft.train.setup import Rank
+    from weft.inference.text_model import ChatSession, TextModel
+    from weft.training.setup import Rank
 
 PROMPT = "> "
 
@@ -55,9 +55,9 @@ def add_chat(commands: Commands) -> None:
 
 def run_chat(options: argparse.Namespace) -> int:
     """Read prompts, and stream the model's answers."""
-    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
-    from weft.tools.local_ranks import run_on_all_ranks
-    from weft.tools.text_model import ChatSession, TextModel
+    from weft.inference.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.inference.text_model import ChatSession, TextModel
+    from weft.supervision.local_ranks import run_on_all_ranks
 
     errors: ConfigErrors = options.errors
     sampling = read_sampling(options, errors)

@@ -85,8 +85,8 @@ def roll_back(run_dir: Path, step: int | str) -> str:
     from weft.checkpoint.owner import owner_errors
     from weft.checkpoint.rollback import drop_later_checkpoints
     from weft.config.locks import lock_directory, run_dir_in_use
-    from weft.monitor.run_reader import read_run_job
-    from weft.train.state import checkpoint_dir
+    from weft.records.run_reader import read_run_job
+    from weft.training.state import checkpoint_dir
 
     job = read_run_job(run_dir)
     home = checkpoint_dir(job.checkpoint, run_dir)
@@ -105,9 +105,9 @@ def roll_back(run_dir: Path, step: int | str) -> str:
 
 def run_export(options: argparse.Namespace) -> None:
     """Export a checkpoint as a Hugging Face model directory."""
+    from weft.conversion.hf_convert import export_checkpoint
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
-    from weft.tools.hf_convert import export_checkpoint
 
     console = quiet_console(sys.stdout)
     with show_progress(console) as show:
@@ -122,14 +122,14 @@ def run_import(options: argparse.Namespace) -> None:
     """Import a Hugging Face model, or an adapter, as a run, to train it further."""
     from weft.checkpoint.distributed_checkpoint import is_distributed_checkpoint
     from weft.config.storage import is_remote
+    from weft.conversion.adapter_path import locate_import
+    from weft.conversion.dcp_import import convert_checkpoint
+    from weft.conversion.hf_convert import check_out
+    from weft.conversion.hf_import import import_model
     from weft.data.prepare import show_progress
     from weft.monitor.terminal import quiet_console
-    from weft.plan.model_config import locate_model
-    from weft.plan.tokenizer_conversion import with_tokenizer
-    from weft.tools.adapter_path import locate_import
-    from weft.tools.dcp_import import convert_checkpoint
-    from weft.tools.hf_convert import check_out
-    from weft.tools.hf_import import import_model
+    from weft.planning.model_config import locate_model
+    from weft.planning.tokenizer_conversion import with_tokenizer
 
     source = options.source
     if isinstance(source, str):

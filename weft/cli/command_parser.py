@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from weft.cluster import USAGE_ERROR
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, find_misspelled, suggest
 from weft.config.escaping import raw_stream
+from weft.config.exit_statuses import USAGE_ERROR
 
 RECIPE_HELP = "a shipped recipe ('weft recipes' lists them), a TOML file, or a run directory"
 

@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import parse_integer
-from weft.cluster import FAILED, INTERRUPTED, REQUEUE
 from weft.config.errors import ConfigErrors
+from weft.config.exit_statuses import FAILED, INTERRUPTED, REQUEUE
 
 if TYPE_CHECKING:
-    from weft.tools.comparison_result import ComparisonSummary
+    from weft.comparison.comparison_result import ComparisonSummary
 
 
 def add_compare(commands: Commands) -> None:
@@ -61,16 +61,16 @@ def add_compare(commands: Commands) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Compare variants by repeated runs, or by their plans."""
-    from weft.monitor.terminal import quiet_console
-    from weft.tools.comparison_result import ComparisonSettings
-    from weft.tools.experiment import COMPARISON, collect, compare, default_dir
-    from weft.tools.variants import (
+    from weft.comparison.comparison_result import ComparisonSettings
+    from weft.comparison.experiment import COMPARISON, collect, compare, default_dir
+    from weft.comparison.variants import (
         parse_margin,
         parse_price,
         parse_vary,
         prepare_variant,
         read_variants,
     )
+    from weft.monitor.terminal import quiet_console
 
     errors: ConfigErrors = options.errors
     repeats = parse_integer("--repeat", options.repeat or "3", 1, 1000, errors)
@@ -91,7 +91,7 @@ def run_compare(options: argparse.Namespace) -> int:
         return print_result(result, out, options.json, log)
     request = (options.recipes, vary, options.overrides, errors)
     if options.plan_only:
-        from weft.tools.planned_comparison import compare_plans
+        from weft.comparison.planned_comparison import compare_plans
 
         document, num_planned = compare_plans(*request, options.cluster, price, options.out, log)
         if options.json:

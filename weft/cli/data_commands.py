@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import check_file, count, local_path, positive, write_file
-from weft.cluster import FAILED, REQUEUE
 from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.exit_statuses import FAILED, REQUEUE
 from weft.config.reader import read_job, recipe_names
 from weft.config.run_paths import JOB_FILE
 from weft.config.storage import is_bucket_url
@@ -101,9 +101,9 @@ def run_data_prepare(options: argparse.Namespace) -> None:
 
 def prepare_on_cluster(options: argparse.Namespace) -> None:
     """Start the workers of ``--on``."""
-    from weft.cluster.submit import build_preparation, check_text, get_cluster, submit
     from weft.data.ray_preparation import check_shared_cache, prepare_on_ray
-    from weft.train.job_checks import absolute_paths
+    from weft.preparation.job_checks import absolute_paths
+    from weft.submission.submit import build_preparation, check_text, get_cluster, submit
 
     job, recipe, overrides = read_data_job(options)
     check_shared_cache(job.data)
@@ -169,8 +169,8 @@ def with_tokenizer_of_model(job: Job) -> Job:
     Raises:
         InvalidConfig: if there is no such model, or the tokenizer's run is damaged.
     """
-    from weft.plan.model_config import take_tokenizer
-    from weft.train.job_checks import check_tokenizer_run
+    from weft.planning.model_config import take_tokenizer
+    from weft.preparation.job_checks import check_tokenizer_run
 
     job = take_tokenizer(job)
     if found := check_tokenizer_run(job.data.tokenizer):

@@ -35,8 +35,8 @@ import time
 from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
-from weft.cluster import FAILED
 from weft.config.errors import MISSING, ConfigErrors
+from weft.config.exit_statuses import FAILED
 from weft.config.reader import read_job
 from weft.config.schema import Job
 
@@ -61,10 +61,10 @@ def add_doctor(commands: Commands) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Print the findings about this machine."""
-    from weft.cluster.doctor import collect_job_facts, format_report, to_json
-    from weft.cluster.network_checks import check_logs
-    from weft.cluster.node_checks import run_checks
-    from weft.cluster.probes import collect_facts
+    from weft.doctor.doctor import collect_job_facts, format_report, to_json
+    from weft.doctor.network_checks import check_logs
+    from weft.doctor.node_checks import run_checks
+    from weft.doctor.probes import collect_facts
 
     began = time.monotonic()
     job, _, errors = read_job(options.recipe, options.overrides, options.errors)
@@ -73,7 +73,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         check_image_options(options, errors)
     errors.raise_any()
     if options.image:
-        from weft.cluster.image_checks import check_image, collect_image
+        from weft.doctor.image_checks import check_image, collect_image
 
         facts = collect_facts()
         findings = check_image(facts, collect_image(os.environ))
@@ -95,7 +95,7 @@ def check_network_options(options: argparse.Namespace, job: Job, errors: ConfigE
             rule = "is not a file" if os.path.lexists(path) else "does not exist"
             errors.add("--logs", rule, "name a log file or a run directory", value=path)
     if options.network and not errors:
-        from weft.cluster.doctor import resolve_rendezvous
+        from weft.doctor.doctor import resolve_rendezvous
 
         if not resolve_rendezvous(job)[1]:
             rule = "needs several nodes"

@@ -58,8 +58,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from weft.data.prepare import show_progress
-    from weft.monitor.terminal import quiet_console
-    from weft.tools.evaluate import (
+    from weft.inference.evaluate import (
         ALL_SEQUENCES,
         evaluate_sources,
         load_eval_data,
@@ -67,11 +66,12 @@ def run_evaluate(options: argparse.Namespace) -> int:
         read_task,
         score_task,
     )
-    from weft.tools.generate import load_chat_format
-    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
-    from weft.tools.local_ranks import run_on_all_ranks
-    from weft.train.machine import is_launched_rank
-    from weft.train.setup import Rank
+    from weft.inference.generate import load_chat_format
+    from weft.inference.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.monitor.terminal import quiet_console
+    from weft.supervision.local_ranks import run_on_all_ranks
+    from weft.training.machine import is_launched_rank
+    from weft.training.setup import Rank
 
     errors: list[ConfigError] = options.errors
     tasks = []

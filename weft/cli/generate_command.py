@@ -27,7 +27,7 @@ from weft.config.escaping import raw_stream
 from weft.config.run_paths import absolute_dir
 
 if TYPE_CHECKING:
-    from weft.tools.generate import Sampling
+    from weft.inference.generate import Sampling
 
 
 def add_generate(commands: Commands) -> None:
@@ -74,7 +74,7 @@ def add_sampling(parser: CommandParser) -> None:
 
 def read_sampling(options: argparse.Namespace, errors: ConfigErrors) -> Sampling:
     """Return the options of `add_sampling`; append errors."""
-    from weft.tools.generate import Sampling
+    from weft.inference.generate import Sampling
 
     values = {field.name: getattr(options, field.name) for field in fields(Sampling)}
     sampling = Sampling(**values | {"stop": tuple(filter(None, options.stop))})
@@ -90,16 +90,16 @@ def write_backslashes(stream: TextIO) -> None:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Print prompts and their continuations; stream a single one."""
-    from weft.tools.generate import (
+    from weft.inference.generate import (
         Prompt,
         generate,
         load_chat_format,
         make_sequences,
         read_prompts,
     )
-    from weft.tools.inference_model import find_checkpoint, load_model, plan_inference
-    from weft.tools.local_ranks import run_on_all_ranks
-    from weft.train.setup import Rank
+    from weft.inference.inference_model import find_checkpoint, load_model, plan_inference
+    from weft.supervision.local_ranks import run_on_all_ranks
+    from weft.training.setup import Rank
 
     errors: ConfigErrors = options.errors
     prompts: list[Prompt] = [

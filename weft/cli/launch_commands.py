@@ -39,7 +39,7 @@ from weft.cli.option_values import parse_integer, run_path
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig, WeftError
 
 if TYPE_CHECKING:
-    from weft.cluster.submit import SubmittedJob
+    from weft.submission.submit import SubmittedJob
 
 
 def add_launch(commands: Commands) -> None:
@@ -75,9 +75,9 @@ def add_job(commands: Commands) -> None:
 
 def run_launch(options: argparse.Namespace) -> None:
     """Submit a recipe to a cluster."""
-    from weft.cluster.launch_warnings import print_warnings
-    from weft.cluster.submit import build_request, check_text, get_cluster, submit
-    from weft.train.machine import detect_machine
+    from weft.submission.launch_warnings import print_warnings
+    from weft.submission.submit import build_request, check_text, get_cluster, submit
+    from weft.training.machine import detect_machine
 
     if options.vary:
         return launch_comparison(options)
@@ -102,11 +102,11 @@ def run_launch(options: argparse.Namespace) -> None:
 
 def launch_comparison(options: argparse.Namespace) -> None:
     """Submit the trials of a comparison."""
-    from weft.cluster import comparison_jobs
-    from weft.cluster.launch_warnings import print_warnings
-    from weft.cluster.submit import get_cluster
-    from weft.tools.variants import parse_vary
-    from weft.train.machine import detect_machine
+    from weft.comparison.variants import parse_vary
+    from weft.submission import comparison_jobs
+    from weft.submission.launch_warnings import print_warnings
+    from weft.submission.submit import get_cluster
+    from weft.training.machine import detect_machine
 
     errors: ConfigErrors = options.errors
     repeats = parse_integer("--repeat", options.repeat or "3", 1, 1000, errors)
@@ -140,11 +140,11 @@ def launch_comparison(options: argparse.Namespace) -> None:
 
 def find_jobs(run: Path) -> list[SubmittedJob]:
     """Return the job of a run, or those of a comparison."""
-    from weft.cluster.submit import SubmittedJob
-    from weft.tools.experiment import COMPARISON
+    from weft.comparison.experiment import COMPARISON
+    from weft.submission.submit import SubmittedJob
 
     if (run / COMPARISON).is_file():
-        from weft.cluster.comparison_jobs import load_jobs
+        from weft.submission.comparison_jobs import load_jobs
 
         return load_jobs(run)
     return [SubmittedJob.load(run)]
@@ -152,8 +152,8 @@ def find_jobs(run: Path) -> list[SubmittedJob]:
 
 def run_job_status(options: argparse.Namespace) -> None:
     """Show the status of a submitted run, and its cost so far if its records are here."""
-    from weft.monitor.run_cost import compute_cost
-    from weft.monitor.run_reader import RunReader, is_run_dir
+    from weft.records.run_cost import compute_cost
+    from weft.records.run_reader import RunReader, is_run_dir
 
     costs, jobs = [], find_jobs(options.run)
     for job in jobs:
@@ -189,11 +189,11 @@ def run_job_logs(options: argparse.Namespace) -> None:
 
 def run_job_resume(options: argparse.Namespace) -> None:
     """Submit an ended job again, so that its run resumes from the newest checkpoint."""
-    from weft.cluster.submit import SubmittedJob
-    from weft.tools.experiment import COMPARISON
+    from weft.comparison.experiment import COMPARISON
+    from weft.submission.submit import SubmittedJob
 
     if (options.run / COMPARISON).is_file():
-        from weft.cluster.comparison_jobs import resume_trials
+        from weft.submission.comparison_jobs import resume_trials
 
         jobs = resume_trials(options.run)
     else:
@@ -215,9 +215,9 @@ def run_job_dashboard(options: argparse.Namespace) -> None:
 
     aws cloudwatch put-dashboard --dashboard-name NAME --dashboard-body file://FILE creates it.
     """
-    from weft.cluster import sagemaker
-    from weft.cluster.submit import SubmittedJob
     from weft.monitor.cloudwatch import read_dashboard
+    from weft.submission import sagemaker
+    from weft.submission.submit import SubmittedJob
 
     job = SubmittedJob.load(options.run)
     if job.on != "sagemaker":

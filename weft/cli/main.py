@@ -35,9 +35,9 @@ from weft.cli.run_commands import add_diff, add_hang, add_report
 from weft.cli.schema_command import add_schema
 from weft.cli.train_command import add_train
 from weft.cli.verify_command import add_verify
-from weft.cluster import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.escaping import escaping_stream, is_one_line
+from weft.config.exit_statuses import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.files import describe_cause
 from weft.version import __version__
 

@@ -79,7 +79,7 @@ def directory(text: str) -> Path:
 
 def model_location(text: str) -> str | Path:
     """Parse a model: a name on the Hub, a directory, or the URL of an object store."""
-    from weft.plan.model_config import HUB_NAME
+    from weft.planning.model_config import HUB_NAME
 
     if HUB_NAME.fullmatch(text) and not Path(text).exists():
         return text

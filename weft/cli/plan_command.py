@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import check_file, write_file
-from weft.cluster import FAILED
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import escape_controls, raw_stream
+from weft.config.exit_statuses import FAILED
 
 if TYPE_CHECKING:
-    from weft.plan.plan import Machine, Plan
+    from weft.planning.plan import Machine, Plan
 
 
 def add_plan(commands: Commands) -> None:
@@ -55,10 +55,10 @@ def add_plan(commands: Commands) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the predicted memory and step time of a recipe."""
-    from weft.plan.plan_text import format_placement, plan_recipe
-    from weft.tools.adapter_path import adopt_paths
-    from weft.tools.variants import parse_price
-    from weft.train.machine import detect_machine
+    from weft.comparison.variants import parse_price
+    from weft.conversion.adapter_path import adopt_paths
+    from weft.planning.plan_text import format_placement, plan_recipe
+    from weft.training.machine import detect_machine
 
     if options.calibrate:
         calibrate_device(options)
@@ -103,8 +103,8 @@ def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> 
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast, forecast_to_json
     from weft.estimate.forecast_text import render_plan
-    from weft.plan.plan_text import describe_machine
-    from weft.tools.report.forecast_charts import forecast_page
+    from weft.planning.plan_text import describe_machine
+    from weft.reporting.forecast_charts import forecast_page
 
     device = device_spec(plan, machine)
     prediction = forecast(plan, machine, device, cached=True)

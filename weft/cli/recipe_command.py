@@ -42,7 +42,7 @@ def add_recipe(commands: Commands) -> None:
 
 def run_recipe_from(options: argparse.Namespace) -> None:
     """Translate one file."""
-    from weft.tools.recipe_translation import (
+    from weft.conversion.recipe_translation import (
         parse_cluster_size,
         summarize,
         translate_file,

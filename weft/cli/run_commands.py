@@ -8,8 +8,8 @@ from pathlib import Path
 
 from weft.cli.command_parser import Commands, add_command
 from weft.cli.option_values import check_file, count, local_path, not_negative, run_path, write_file
-from weft.cluster import FAILED
 from weft.config.errors import ConfigErrors
+from weft.config.exit_statuses import FAILED
 from weft.config.files import MAX_PORT
 from weft.config.run_paths import absolute_dir
 
@@ -44,9 +44,9 @@ def add_diff(commands: Commands) -> None:
 
 def run_report(options: argparse.Namespace) -> None:
     """Render one or several runs as one self-contained HTML page."""
-    from weft.monitor.run_reader import RunReader, is_run_dir, run_dir_error
-    from weft.tools.report.page import REPORT_FILE
-    from weft.tools.report.run_report import report_page
+    from weft.records.run_reader import RunReader, is_run_dir, run_dir_error
+    from weft.reporting.page import REPORT_FILE
+    from weft.reporting.run_report import report_page
 
     run_dirs: list[Path] = options.runs
     errors = ConfigErrors()
@@ -59,11 +59,11 @@ def run_report(options: argparse.Namespace) -> None:
         errors.add("--port", f"is above {MAX_PORT:,}", "use another port, or 0", value=options.port)
     errors.raise_any()
     if options.serve:
-        from weft.tools.report.report_server import serve
+        from weft.reporting.report_server import serve
 
         serve(run_dirs, options.port, partial(print, flush=True))
         return
-    from weft.tools.report.report_sections import prediction_sections
+    from weft.reporting.report_sections import prediction_sections
 
     runs = [RunReader(run) for run in run_dirs]
     page = report_page(runs, appendix=prediction_sections(runs))
@@ -74,7 +74,7 @@ def run_report(options: argparse.Namespace) -> None:
 
 def run_hang(options: argparse.Namespace) -> None:
     """Find the hung rank, its stack, and the ranks blocked on it; ends no process."""
-    from weft.cluster.hang import inspect_run
+    from weft.supervision.hang import inspect_run
 
     result = inspect_run(absolute_dir(options.run))
     print(result.to_json() if options.json else result)
@@ -85,7 +85,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
     exit status: 0 the runs agree within the tolerance; 1 they differ; 2 not comparable
     """
-    from weft.tools.diff import compare_runs
+    from weft.comparison.diff import compare_runs
 
     result = compare_runs(options.run_a, options.run_b, options.tolerance)
     print(result.to_json() if options.json else result)

@@ -8,8 +8,8 @@ import sys
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.help_command import list_keys
-from weft.cluster import FAILED, USAGE_ERROR
 from weft.config.errors import InvalidConfig
+from weft.config.exit_statuses import FAILED, USAGE_ERROR
 
 
 def add_train(commands: Commands) -> None:
@@ -29,24 +29,25 @@ def run_train(options: argparse.Namespace) -> int:
     """Check the configuration, prepare the data, and run the ranks."""
     if "RANK" not in os.environ:  # the launcher reports what torch's C++ warns about
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from weft.cluster.rank_exit import TrainingFailed, exit_process
-    from weft.cluster.start import start_training, train_rank
+    from weft.conversion.adapter_path import adopt_paths
+    from weft.monitor.process import exit_process
     from weft.monitor.terminal import quiet_console
-    from weft.tools.adapter_path import adopt_paths
-    from weft.train.environment import is_log_node
-    from weft.train.job_checks import prepare_job
-    from weft.train.machine import is_launched_rank
-    from weft.train.secrets import resolve_secrets
+    from weft.preparation.environment import is_log_node
+    from weft.preparation.job_checks import prepare_job
+    from weft.preparation.secrets import resolve_secrets
+    from weft.supervision.rank_exit import TrainingFailed
+    from weft.supervision.start import start_training, train_rank
+    from weft.training.machine import is_launched_rank
 
     resolve_secrets()
     if options.json and not options.dry_run:
         options.errors.add("--json", "needs --dry-run", "add --dry-run", value=True)
     base, plan = prepare_job(options.recipe, options.overrides, options.errors, adopt_paths)
     if options.dry_run:
-        from weft.cluster.start import check_start
-        from weft.plan.plan_text import describe_plan
-        from weft.tools.model_import import imports_model
-        from weft.train.machine import detect_machine
+        from weft.conversion.model_import import imports_model
+        from weft.planning.plan_text import describe_plan
+        from weft.supervision.start import check_start
+        from weft.training.machine import detect_machine
 
         _, warning, source = check_start(plan, options.force, download=False)
         has_weights = source is not None or not imports_model(plan)

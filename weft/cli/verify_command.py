@@ -35,8 +35,8 @@ from functools import partial
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
 from weft.cli.option_values import parse_integer
-from weft.cluster import FAILED
 from weft.config.errors import ConfigErrors
+from weft.config.exit_statuses import FAILED
 
 
 def add_verify(commands: Commands) -> None:
@@ -53,8 +53,8 @@ def add_verify(commands: Commands) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     """Compare gradients of a small model in the recipe's layout and in one process."""
     from weft.monitor.terminal import quiet_console
-    from weft.plan.resolve import MAX_CPU_RANKS
-    from weft.tools.verify import read_recipe, verify
+    from weft.planning.resolve import MAX_CPU_RANKS
+    from weft.verification.verify import read_recipe, verify
 
     errors: ConfigErrors = options.errors
     ranks = parse_integer("--ranks", options.ranks, 2, MAX_CPU_RANKS, errors)

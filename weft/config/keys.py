@@ -9,7 +9,7 @@ other parts of weft read: `KeyFacts`.  A section can set facts for all of its ke
     parallel.pp>1                   a key whose value is above a number
     optim.name=muon|module:function a key with one of these values; the last: any function of a user
     checkpoint.best!=off            a key with another value; nothing behind the sign: empty
-    has_experts                     a fact about the plan, from `weft.plan.needs.FACTS`
+    has_experts                     a fact about the plan, from `weft.planning.needs.FACTS`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read configuration files of other programs, and recognize whose they are.
 
-``peer_configs.toml`` next to this file has the tables of `weft.tools.recipe_translation`.
+``peer_configs.toml`` next to this file has the tables of `weft.conversion.recipe_translation`.
 """
 
 from __future__ import annotations

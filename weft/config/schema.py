@@ -2,8 +2,8 @@
 
 A Job is a tree of frozen sections.  `weft.config.reader` reads it from a TOML recipe and from
 command-line overrides, and a run writes it back as ``job.toml``.  A Job holds nothing that can be
-derived: degrees, batch arithmetic and sizes are fields of the Plan, which `weft.plan.resolve` makes
-from a Job.  No key is ever null, because TOML cannot write null.
+derived: degrees, batch arithmetic and sizes are fields of the Plan, which `weft.planning.resolve`
+makes from a Job.  No key is ever null, because TOML cannot write null.
 
 This module does not import torch.
 """

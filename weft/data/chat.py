@@ -22,7 +22,7 @@ from weft.data.chat_template import ChatTemplate, strip_marks
 from weft.data.chat_turns import Rendered, TurnFinder, skip_empty_reasoning
 from weft.data.document_tokens import load_document_tokens
 from weft.data.tokenizer import load_tokenizer
-from weft.plan.vocabulary import NO_TOKENS, NewTokens, new_tokens
+from weft.planning.vocabulary import NO_TOKENS, NewTokens, new_tokens
 
 
 class EncodedConversation(NamedTuple):

@@ -268,7 +268,7 @@ class Batch(NamedTuple):
     ``packing="windows"``.  ``sources_B``, the source of each sequence, is None without a mixture.
     `Pairs` and `LabeledAnswers` set ``references_BP2``, float32, and the latter ``labels_BP`` and
     ``swapped_B4T``.  ``baseline_B``, float32, is that of the global batch, for each sequence: see
-    `weft.train.loss.Objective`.  `with_later` sets ``later_BTK``.
+    `weft.training.loss.Objective`.  `with_later` sets ``later_BTK``.
     ``token_ids_BT`` numbers the tokens of a run from 0: see `Loader`.  ``weights_BT``, float32, are
     factors of the targets' losses; None: 1.  ``lengths_BT`` is the number of tokens of each token's
     document; None: not computed, or the sequence is one document.

@@ -76,8 +76,8 @@ from weft.data.token_store import (
 from weft.data.tokenizer import read_tokenizer
 from weft.data.tokenizer_training import train_tokenizer
 from weft.data.workers import Advance, ignore_progress
-from weft.plan.tokenizer_conversion import fetch_data_files
-from weft.plan.vocabulary import add_tokens, new_tokens
+from weft.planning.tokenizer_conversion import fetch_data_files
+from weft.planning.vocabulary import add_tokens, new_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console

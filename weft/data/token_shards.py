@@ -43,7 +43,7 @@ from weft.data.token_store import (
 )
 from weft.data.tokenizer import load_tokenizer, required_vocab_size
 from weft.data.workers import Advance
-from weft.plan.vocabulary import NO_TOKENS, NewTokens
+from weft.planning.vocabulary import NO_TOKENS, NewTokens
 
 BATCH_BYTES = 4 << 20  # text per call of the tokenizer, which uses all cores
 COUNT_TOKENS = 1 << 24  # per call of bincount

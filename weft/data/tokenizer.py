@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import describe_cause, expand_path, open_regular
-from weft.plan.vocabulary import NO_TOKENS, NewTokens, add_tokens
+from weft.planning.vocabulary import NO_TOKENS, NewTokens, add_tokens
 
 END_OF_TEXT = "<|endoftext|>"  # the separator of documents
 

@@ -21,10 +21,10 @@ from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
-from weft.plan.devices import Device
-from weft.plan.matrices import supports_float8
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
+from weft.planning.devices import Device
+from weft.planning.matrices import supports_float8
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
 
 # A change with a smaller speedup is not listed.
 MIN_SPEEDUP = 0.02

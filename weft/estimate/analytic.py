@@ -47,9 +47,9 @@ from weft.estimate.cost import (
     step_seconds,
 )
 from weft.models.decoder_config import DecoderConfig
-from weft.plan.devices import Device
-from weft.plan.lora_plan import plan_cost
-from weft.plan.pipeline_schedule import (
+from weft.planning.devices import Device
+from weft.planning.lora_plan import plan_cost
+from weft.planning.pipeline_schedule import (
     Action,
     PipelineSchedule,
     build_schedule,
@@ -57,9 +57,9 @@ from weft.plan.pipeline_schedule import (
     single_stage_schedule,
     stage_indices,
 )
-from weft.plan.plan import Plan
-from weft.plan.sharding import moment_bytes_per_param
-from weft.train.loss import chunk_tokens
+from weft.planning.plan import Plan
+from weft.planning.sharding import moment_bytes_per_param
+from weft.training.loss import chunk_tokens
 
 # Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
 # traced steps measured 1.12 to 1.24.

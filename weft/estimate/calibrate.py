@@ -31,9 +31,7 @@ from weft.estimate.cost import Hardware, Step, build_hardware, step_seconds
 from weft.estimate.forecast import price_traces
 from weft.estimate.trace import trace_ranks
 from weft.estimate.trace_to_cost import build_step
-from weft.monitor.jsonl_reader import is_number, read_records
-from weft.monitor.run_reader import WARMUP_RECORDS, run_dir_error
-from weft.plan.devices import (
+from weft.planning.devices import (
     BUILTIN_CLUSTERS,
     CPU_DEVICE,
     GIB,
@@ -43,8 +41,10 @@ from weft.plan.devices import (
     read_clusters,
     user_cluster_files,
 )
-from weft.plan.plan import Machine, Plan
-from weft.plan.resolve import resolve
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+from weft.records.jsonl_reader import is_number, read_records
+from weft.records.run_reader import WARMUP_RECORDS, run_dir_error
 
 DeviceParameter = Literal["software", "launch", "bandwidth"]
 MIN_RECORDS = 3  # steady-state records since the last start

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.estimate.pair_time import Chunk, paired_seconds
-from weft.plan.devices import Device, find_device
-from weft.plan.pipeline_schedule import Action, Dependency, PipelineSchedule, execution_order
-from weft.plan.plan import Machine, Plan
+from weft.planning.devices import Device, find_device
+from weft.planning.pipeline_schedule import Action, Dependency, PipelineSchedule, execution_order
+from weft.planning.plan import Machine, Plan
 
 # Fraction of a data sheet's bandwidth that streaming kernels reach (STREAM, copies: 0.8 to 0.92).
 STREAM_EFFICIENCY = 0.85

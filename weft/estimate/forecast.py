@@ -28,8 +28,8 @@ from weft.estimate.trace_memory import (
     simulate_memory,
 )
 from weft.estimate.trace_to_cost import build_step
-from weft.plan.devices import GIB, Device
-from weft.plan.plan import Machine, Plan
+from weft.planning.devices import GIB, Device
+from weft.planning.plan import Machine, Plan
 
 # Outside PyTorch's allocator.  GPU: the CUDA context (0.5 GiB) and NCCL's buffers; CPU: the
 # interpreter with PyTorch.

@@ -11,9 +11,9 @@ from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
-from weft.plan.devices import GIB
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import describe_plan
+from weft.planning.devices import GIB
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import describe_plan
 
 # Fraction of the capacity left free below which a plan fits only narrowly.
 NARROW_MARGIN = 0.05

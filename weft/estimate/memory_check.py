@@ -14,10 +14,10 @@ from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware, device_spec
 from weft.monitor.device_memory import RunPrediction
-from weft.plan.devices import CPU_DEVICE, GIB, get_device
-from weft.plan.plan import Machine, Plan
-from weft.plan.plan_text import estimate_memory_bytes
-from weft.plan.resolve import resolve
+from weft.planning.devices import CPU_DEVICE, GIB, get_device
+from weft.planning.plan import Machine, Plan
+from weft.planning.plan_text import estimate_memory_bytes
+from weft.planning.resolve import resolve
 
 if TYPE_CHECKING:
     from weft.estimate.forecast import Forecast

@@ -27,7 +27,7 @@ def track_locations(
         recorder: gets the locations.
         model_parts: one module per stage of the rank.
         get_blocks: returns the blocks of a model part in execution order.
-        engine: a `weft.train.step.TrainStep`.
+        engine: a `weft.training.step.TrainStep`.
         group_size: number of blocks that count as one.
     """
     handles = []

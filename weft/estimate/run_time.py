@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.estimate.memory_check import estimate_run
-from weft.plan.plan import Machine, Plan
+from weft.planning.plan import Machine, Plan
 
 ASSUMED_MFU = 0.4  # of models that the formulas do not describe
 

@@ -39,12 +39,12 @@ from weft.estimate.advice import can_use_float8
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
-from weft.plan.degrees import ParallelDims, divisors
-from weft.plan.devices import GIB, Device, find_device
-from weft.plan.pipeline_schedule import SCHEDULES
-from weft.plan.plan import Machine, PipelinePlan, Plan, Stage
-from weft.plan.resolve import resolve
-from weft.plan.sharding import resolve_reshard
+from weft.planning.degrees import ParallelDims, divisors
+from weft.planning.devices import GIB, Device, find_device
+from weft.planning.pipeline_schedule import SCHEDULES
+from weft.planning.plan import Machine, PipelinePlan, Plan, Stage
+from weft.planning.resolve import resolve
+from weft.planning.sharding import resolve_reshard
 from weft.version import __version__
 
 # Fitting layouts to trace in the recipe's precision and in the other one; the most to trace in the

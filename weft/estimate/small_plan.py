@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.config.schema import replace as replace_sections
-from weft.plan.plan import Plan, Stage
+from weft.planning.plan import Plan, Stage
 
 
 def make_traceable(plan: Plan, device: str) -> Plan:

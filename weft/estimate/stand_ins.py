@@ -32,7 +32,7 @@ from weft.optim.low_precision_adamw import UPDATE
 from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.block_attention import BLOCK
 from weft.parallel.expert_dispatch import is_positive_on_any_rank
-from weft.train.loss import LOSS
+from weft.training.loss import LOSS
 
 
 def trace_backend(recorder: OpRecorder, device: str, compiled: bool) -> Backend:

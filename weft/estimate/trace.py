@@ -52,17 +52,17 @@ from weft.models import Family
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import get_group_ranks
-from weft.plan.pipeline_schedule import (
+from weft.planning.pipeline_schedule import (
     Action,
     PipelineSchedule,
     max_pending_backwards,
     planned_schedule,
     stage_indices,
 )
-from weft.plan.placement import coordinates_to_rank
-from weft.plan.plan import Plan
-from weft.train.run import manual_gc
-from weft.train.setup import Built, Rank, build
+from weft.planning.placement import coordinates_to_rank
+from weft.planning.plan import Plan
+from weft.training.run import manual_gc
+from weft.training.setup import Built, Rank, build
 
 # Groups of blocks per stage (None: all) and microbatches to record; the next pair if one does not
 # suffice.
@@ -85,7 +85,7 @@ def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[O
 
 
 def build_fake(plan: Plan, recorder: OpRecorder, compiled: bool = False) -> tuple[Built, Plan]:
-    """Build this rank with fake parameters by `weft.train.setup.build`.
+    """Build this rank with fake parameters by `weft.training.setup.build`.
 
     Args:
         plan: of the rank; of its device.

@@ -22,7 +22,7 @@ import torch
 
 from weft.config.files import replace_bytes, user_cache_dir
 from weft.config.schema import flatten
-from weft.plan.plan import Plan
+from weft.planning.plan import Plan
 from weft.version import PACKAGE_DIR
 
 T = TypeVar("T")

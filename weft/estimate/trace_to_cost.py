@@ -37,9 +37,9 @@ from weft.estimate.cost import (
 from weft.estimate.extrapolate import Segment
 from weft.estimate.op_recorder import Event, OpCall
 from weft.estimate.trace import RankTrace, collective_bytes
-from weft.plan.devices import Device
-from weft.plan.pipeline_schedule import find_pairs, planned_schedule
-from weft.plan.plan import Plan
+from weft.planning.devices import Device
+from weft.planning.pipeline_schedule import find_pairs, planned_schedule
+from weft.planning.plan import Plan
 
 # Index of the first factor among the inputs.
 MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}

@@ -1,7 +1,7 @@
 """Vocabulary in which a family describes its counterpart in transformers.
 
 `HFMapping` holds the fields of ``config.json`` and the names of the weights.
-`weft.models.hf_mapping` converts configurations with it, `weft.tools.hf_weights` weights.
+`weft.models.hf_mapping` converts configurations with it, `weft.conversion.hf_weights` weights.
 """
 
 from __future__ import annotations

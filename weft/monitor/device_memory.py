@@ -19,7 +19,7 @@ from weft.config.errors import WeftError
 from weft.config.files import read_json, replace_text
 from weft.parallel.dtensor import plain_tensors
 from weft.parallel.private import dump_memory_snapshot
-from weft.plan.plan import Plan
+from weft.planning.plan import Plan
 
 PREDICTION = "expected.json"  # in the run directory
 OTHERS, FRAGMENTS = "activations, gathered parameters and temporaries", "fragmentation"

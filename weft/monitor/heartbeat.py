@@ -7,8 +7,8 @@ in its own memory, which another process reads:
     18232.501 7 60.0 forward_backward
 
 The fields are the monotonic time, the step, the seconds until the next line at the latest, and the
-phase.  The rank knows this limit best, so the watchdog (`weft.cluster.watchdog`) needs no policy.
-A line costs some microseconds.
+phase.  The rank knows this limit best, so the watchdog (`weft.supervision.watchdog`) needs no
+policy.  A line costs some microseconds.
 
 Two more things are prepared: faulthandler writes the stacks of all threads on SIGUSR2, without the
 interpreter; and a thread that sleeps in a pipe reports open and completed collectives, if it gets

@@ -24,6 +24,7 @@ MAX_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 12  # read at a time, to find the start of a line
 CHUNK_BYTES = 1 << 22  # copied at a time
 MAX_STEP = 2**53
+SYSTEM_FILE = "system.jsonl"  # of `weft.monitor.system_sampler`
 
 Record = dict[str, Any]
 

@@ -50,8 +50,8 @@ from weft.monitor.device_memory import read_prediction
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import PHASES, enter_phase
 from weft.parallel.private import dump_memory_snapshot, set_memory_history, wrap_collectives
-from weft.plan.placement import AXES, rank_to_coordinates
-from weft.plan.plan import Plan
+from weft.planning.placement import AXES, rank_to_coordinates
+from weft.planning.plan import Plan
 
 STEP = ("sync", "data", "forward_backward", "update", "device")  # keys of `PHASES`
 COLLECTIVE_PREFIX = "communication: "  # followed by the axis

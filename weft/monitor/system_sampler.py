@@ -16,8 +16,8 @@ from pathlib import Path
 
 from weft.config.files import append_bytes
 from weft.config.host_limits import read_memory_sizes
+from weft.monitor.jsonl import SYSTEM_FILE
 from weft.monitor.nvml import Gpu, has_nvml, query_gpus
-from weft.monitor.run_reader import SYSTEM_FILE
 
 MIN_SECONDS, MAX_SECONDS = 2.0, 60.0  # between samples
 NUM_DENSE_SAMPLES = 1000  # until the time between samples grows with the run

@@ -23,7 +23,7 @@ from weft.monitor.jsonl import JsonlFile
 from weft.monitor.log_buffer import LogBuffer
 from weft.monitor.step_record import StepRecord
 from weft.monitor.terminal import Terminal
-from weft.plan.plan import Plan
+from weft.planning.plan import Plan
 
 BURST_SECONDS = 1.0  # time between two bursts of records
 CLOSE_SECONDS = 60.0  # maximum time for the remaining records at the end

@@ -54,7 +54,7 @@ from torch.optim import Optimizer
 from weft.config.accelerators import supports
 from weft.parallel.compile import RunCompiled, run_compiled
 from weft.parallel.dtensor import flat_indices, shard_like, shard_offsets, to_local
-from weft.plan.matrices import MOMENT_BLOCK_SIZE
+from weft.planning.matrices import MOMENT_BLOCK_SIZE
 
 UPDATE = "the optimizer's update"  # label of `run_compiled`
 MIN_SECOND_MOMENT = 2.0**-126  # smaller second moments, and their first moments, become zero

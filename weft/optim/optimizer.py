@@ -15,7 +15,7 @@ from weft.config.schema import OptimGroup, OptimSection
 from weft.parallel.dtensor import is_dtensor, l2_norms, to_local
 from weft.parallel.private import set_grad_scaling, to_group_device
 from weft.parallel.tied_parameters import is_second_copy
-from weft.plan.matrices import is_matrix
+from weft.planning.matrices import is_matrix
 
 # (parameter groups, section) -> optimizer.  Each group has ``weight_decay``, ``lr_mult``, ``names``
 # of its parameters, ``matrices`` (2-D parameters of the blocks) and ``low_precision`` (matrices of

@@ -58,8 +58,8 @@ from weft.parallel.dtensor import shard_bounds, to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import is_in_backward
 from weft.parallel.step_hook import StepHook
-from weft.plan.plan import Plan
-from weft.plan.shard_sizes import query_heads
+from weft.planning.plan import Plan
+from weft.planning.shard_sizes import query_heads
 
 # Scores in memory at once, in float32.
 MAX_SCORES, MAX_CPU_SCORES = 1 << 25, 1 << 22

@@ -2,7 +2,7 @@
 
 Models in `weft.models` have no process group and no parallel branch.  `parallelize_model` applies
 every technique to them from outside, in place.  Each technique is a file of this directory, and the
-comment at each step says why the step has this position.  `weft.train.setup` calls
+comment at each step says why the step has this position.  `weft.training.setup` calls
 `build_model_parts`, then allocates and initializes the parameters.
 """
 
@@ -31,8 +31,8 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import ComputeCopies
 from weft.parallel.private import enable_async_tp
 from weft.parallel.weight_gradients import defer_weight_gradients, tap_compiled_block
-from weft.plan.matrices import find_float8_matrices
-from weft.plan.plan import Plan
+from weft.planning.matrices import find_float8_matrices
+from weft.planning.plan import Plan
 
 
 def build_model_parts(

@@ -1,7 +1,7 @@
 """Functions of the device and the process groups, by which a rank is built.
 
-`weft.train.setup.build` gets it as one value.  Training uses `DEVICE_BACKEND`.  The planner builds
-the same model with tensors that have no memory, for a world that does not exist
+`weft.training.setup.build` gets it as one value.  Training uses `DEVICE_BACKEND`.  The planner
+builds the same model with tensors that have no memory, for a world that does not exist
 (`weft.estimate.stand_ins`).  So it replaces what is here, and nothing else.
 """
 

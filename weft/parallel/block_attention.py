@@ -700,7 +700,7 @@ def _choose_kernel(
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return _efficient, _efficient_backward, mode
     if not block.has_new_shape:
-        # In the order of `weft.train.setup.fastest_attention`.
+        # In the order of `weft.training.setup.fastest_attention`.
         choice = torch._fused_sdp_choice(q, k, v, is_causal=block.causal, enable_gqa=True)
         if choice == SDPBackend.CUDNN_ATTENTION.value:
             return _cudnn, _cudnn_backward, mode

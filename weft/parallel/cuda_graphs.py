@@ -17,7 +17,7 @@ the same before and after it, and does not change in a replay.
 
 The first `WARMUP_STEPS` steps run the same region without a graph, on the stream of the captures:
 torch.compile compiles, and libraries allocate their workspaces.  Steps of other shapes, and
-evaluations, run without graphs.  `weft.plan.cuda_graph_rules` refuses what waits for the host.
+evaluations, run without graphs.  `weft.planning.cuda_graph_rules` refuses what waits for the host.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ that spans nodes: see `weft.parallel.hierarchical_gather`.
 Gradients are *summed* over the data-parallel ranks, not averaged: the loss is already divided by
 the number of valid tokens of the step.
 
-This module does not choose the group sizes: `weft.plan.resolve` does.
+This module does not choose the group sizes: `weft.planning.resolve` does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ DoRA for experts, so such adapters are exported only merged.
 
 *Parameter.*  The module stores ``m - |W|``, which begins as zeros.  Its gradient is that of m.  So
 the initial value does not depend on weights that are loaded later, and in bfloat16 small changes of
-a large m are not rounded away.  `weft.tools.peft_export` adds ``|W|``.
+a large m are not rounded away.  `weft.conversion.peft_export` adds ``|W|``.
 
 *Norm.*  Neither B A nor its sum with W is built.  With the rows w, b of W and B
 
@@ -33,7 +33,7 @@ from weft.models.moe import ExpertLinear
 from weft.parallel.collectives import sum_over_ranks
 from weft.parallel.lora_layers import FrozenLinear, LoraExpertLinear, LoraLayer, LoraLinear
 from weft.parallel.quantized import dequantize_matrix
-from weft.plan.matrices import Linear
+from weft.planning.matrices import Linear
 
 SMALLEST_NORM = 1e-12  # of a row of zeros
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weft.plan.shard_sizes import chunk_range
+from weft.planning.shard_sizes import chunk_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

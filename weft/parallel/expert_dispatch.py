@@ -13,8 +13,8 @@ has some of its experts.  The dispatchers here send a *row* for each token and e
 *Padded.*  A rank sends C rows to each rank of its group, of which the counts, a tensor, say how
 many are real.  The others sort behind all groups: grouped GEMMs leave them undefined, and their
 results are never read.  If a rank has more than C rows for another, `Overflow` counts it on the
-device.  `weft.train.step` reads that number once per step, and computes the step again with exact
-sizes.  No token is dropped.
+device.  `weft.training.step` reads that number once per step, and computes the step again with
+exact sizes.  No token is dropped.
 
 *Chunks.*  With ``parallel.ep_chunks = n`` the experts of each rank form n chunks.  While the
 experts of a chunk compute, the rows of the next chunk and the results of the previous one travel.

@@ -14,7 +14,7 @@ the numbers that share a scale:
     mxfp8               32 numbers, a power-of-two scale (OCP Microscaling Formats, v1.0); SM100
 
 torchao does the matmuls: its `Float8Linear`, or for mxfp8 `MXLinear`, replaces a linear layer and
-keeps the weight and its name.  `weft.plan.matrices` chooses the layers.
+keeps the weight and its name.  `weft.planning.matrices` chooses the layers.
 
 *Float8 all-gather.*  With one scale per weight, FSDP can gather shards that are already cast, which
 halves the bytes, if all ranks agree on the scale.  FSDP asks a shard for gather hooks.  torchao

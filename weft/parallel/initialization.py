@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from weft.models.family import Init
 from weft.parallel.dtensor import iter_flat_indices, shard_like, shard_offsets, to_local
-from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
+from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 # Elements computed at a time: limits temporaries to a few hundred MiB.
 CHUNK_ELEMENTS = 1 << 22

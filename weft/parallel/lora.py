@@ -39,9 +39,9 @@ from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import linear
 from weft.parallel.lora_layers import FrozenLinear, LoraExpertLinear, LoraLinear
-from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target
-from weft.plan.matrices import find_linear_layers
-from weft.plan.plan import Plan
+from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target
+from weft.planning.matrices import find_linear_layers
+from weft.planning.plan import Plan
 
 ADAPTER_INIT = {
     "lora_A": Init("fan_in"),

@@ -40,8 +40,8 @@ from weft.parallel.token_keys import (
     rows_at_once,
     slice_tokens,
 )
-from weft.plan.plan import Plan
-from weft.plan.shard_sizes import chunk_range
+from weft.planning.plan import Plan
+from weft.planning.shard_sizes import chunk_range
 
 
 class DropoutBlock:

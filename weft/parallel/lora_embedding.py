@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from weft.config.schema import LoraSection
 from weft.parallel.dora import Magnitude, magnitude_scale
-from weft.plan.lora_plan import lora_scaling
+from weft.planning.lora_plan import lora_scaling
 
 
 class LoraEmbedding(nn.Embedding):

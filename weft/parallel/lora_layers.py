@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from weft.config.schema import LoraSection
 from weft.models.moe import ExpertLinear
-from weft.plan.lora_plan import lora_scaling
-from weft.plan.matrices import Linear
+from weft.planning.lora_plan import lora_scaling
+from weft.planning.matrices import Linear
 
 # Like `weft.models.layers.linear`.
 FrozenLinear = Callable[..., Tensor]

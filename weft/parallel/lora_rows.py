@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.plan.shard_sizes import chunk_range
+from weft.planning.shard_sizes import chunk_range
 
 TABLES = ("embed_tokens", "lm_head")
 

@@ -9,7 +9,7 @@ weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.
 ``train.world_size_invariant`` no weight is sharded over data-parallel ranks: all of them, and the
 ranks of ``cp``, are ``dp_replicate``.
 
-`weft.plan.placement` chooses the order of the axes over the ranks.
+`weft.planning.placement` chooses the order of the axes over the ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.parallel.private import create_group
-from weft.plan.placement import AXES, rank_to_coordinates
-from weft.plan.plan import Plan
+from weft.planning.placement import AXES, rank_to_coordinates
+from weft.planning.plan import Plan
 
 # In weft, an axis belongs to a mesh and a dim to a tensor.
 PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")

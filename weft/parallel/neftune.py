@@ -27,7 +27,7 @@ from weft.parallel.token_keys import (
     rows_at_once,
     slice_tokens,
 )
-from weft.plan.plan import Plan
+from weft.planning.plan import Plan
 
 
 class EmbeddingNoise:

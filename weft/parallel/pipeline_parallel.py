@@ -5,7 +5,8 @@ gives it stages of known shapes, because torch would otherwise run a stage to in
 fails under tensor parallelism.  Microbatches have equal size.  The loss is already divided by the
 tokens of the step, so torch must not divide gradients by the number of microbatches.
 
-`weft.plan.stages` assigns layers to stages; `weft.plan.pipeline_schedule` reads a schedule's order.
+`weft.planning.stages` assigns layers to stages; `weft.planning.pipeline_schedule` reads a
+schedule's order.
 
 Shapes in names: B sequences of a microbatch, T tokens on this rank, D model width, X output width.
 """
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.parallel.private import wrap_backward
-from weft.plan.pipeline_schedule import planned_schedule
-from weft.plan.plan import Plan
+from weft.planning.pipeline_schedule import planned_schedule
+from weft.planning.plan import Plan
 
 
 def build_pipeline_schedule(

@@ -3,8 +3,8 @@
 Each function says what it does and why the public interface is not enough.  Other modules that use
 private parts of PyTorch: `weft.parallel.private_schedules` (pipelines),
 `weft.parallel.block_attention` and `weft.parallel.collectives` (operators),
-`weft.parallel.activation_checkpoint` (partitioners), `weft.cluster.rendezvous`,
-`weft.cluster.launcher`, and `weft.estimate` (a fake world, for plans).  Some modules take
+`weft.parallel.activation_checkpoint` (partitioners), `weft.supervision.rendezvous`,
+`weft.supervision.launcher`, and `weft.estimate` (a fake world, for plans).  Some modules take
 one name where they use it: fake tensors, dynamo's and inductor's settings and caches.
 ``tests/parallel/test_private.py`` fails when a function of this module changes.
 

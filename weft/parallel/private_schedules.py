@@ -16,7 +16,7 @@ from weft.models.moe import Experts
 from weft.parallel.expert_dispatch import during_exchange
 from weft.parallel.pass_overlap import run_in_turns
 from weft.parallel.private import patch_attribute
-from weft.plan.pipeline_schedule import Action, PipelineSchedule
+from weft.planning.pipeline_schedule import Action, PipelineSchedule
 
 
 def load_schedule(path: str, stages: list[Any], num_microbatches: int, **options: Any) -> Any:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from weft.models.layers import add_bias, grouped_linear, linear, run_function
 from weft.parallel.private import without_dispatch_modes
-from weft.plan.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
+from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 
 SCALE_BYTES = 4  # bytes
 

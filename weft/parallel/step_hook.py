@@ -1,7 +1,7 @@
 """Calls of techniques in a training step, beside the model's forward and backward.
 
-`weft.train.step_hooks` lists the hooks of a run.  The training step and the loop call them in the
-order of that list, and know no technique by name:
+`weft.training.step_hooks` lists the hooks of a run.  The training step and the loop call them in
+the order of that list, and know no technique by name:
 
     begin_step                       the weights of the step are final; before an evaluation, too
       begin_passes(num_sequences)    all microbatches are about to run, perhaps for the second time

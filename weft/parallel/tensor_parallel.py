@@ -58,7 +58,7 @@ from weft.parallel.collectives import (
     sum_over_ranks,
 )
 from weft.parallel.dtensor import from_local
-from weft.plan.shard_sizes import chunk_range, key_heads, query_heads
+from weft.planning.shard_sizes import chunk_range, key_heads, query_heads
 
 # FSDP gathers a weight over all axes but these.
 LOCAL_AXES = {"ep", "tp"}

@@ -35,7 +35,7 @@ from weft.parallel.dtensor import to_local
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import to_group_device
 from weft.parallel.step_hook import StepHook
-from weft.plan.plan import Plan
+from weft.planning.plan import Plan
 
 
 class TiedParameters(StepHook):

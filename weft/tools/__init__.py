@@ -1,1 +1,0 @@
-"""Commands on top of training: verify, compare, diff, generate, evaluate, convert."""

@@ -1,1 +1,0 @@
-"""HTML pages: plain dicts, and the templates that show them."""
