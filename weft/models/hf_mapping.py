@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.config.errors import MISSING, ConfigError
 from weft.config.reader import check_section
@@ -189,7 +191,7 @@ def param_shapes(family: Family, config: Any) -> dict[str, torch.Size]:
     num_layers, mtp_layers = config.num_layers, getattr(config, "mtp_layers", 0)
     kinds = [has_experts(layer) for layer in range(num_layers + mtp_layers)]
     # One block of each kind suffices: cheap for any number of layers in a file.
-    templates = {kind: _block_shapes(family, config, kind) for kind in sorted(set(kinds))}
+    templates = {kind: _block_shapes(family.build, config, kind) for kind in sorted(set(kinds))}
     template = templates[kinds[0]]
     embedding, *head = [name for name in template if not name.startswith("layers.")]
     shapes = {embedding: template[embedding]}
@@ -201,7 +203,10 @@ def param_shapes(family: Family, config: Any) -> dict[str, torch.Size]:
     return shapes | {name: template[name] for name in head}
 
 
-def _block_shapes(family: Family, config: Any, has_experts: bool) -> dict[str, torch.Size]:
+@lru_cache(maxsize=64)  # an import, its checks and an export ask for the same model
+def _block_shapes(
+    build: Callable[[Any], nn.Module], config: Any, has_experts: bool
+) -> dict[str, torch.Size]:
     update: Json = {"num_layers": 1, "max_seq_len": 1}
     if getattr(config, "mtp_layers", 0):
         update["mtp_layers"] = 1
@@ -210,7 +215,7 @@ def _block_shapes(family: Family, config: Any, has_experts: bool) -> dict[str, t
     elif getattr(config, "num_experts", 0):
         config = simplify(config.model_copy(update={"num_experts": 0}))  # valid without experts
     with torch.device("meta"):
-        model = family.build(config.model_copy(update=update))
+        model = build(config.model_copy(update=update))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
