@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from tests.tools.test_run_report import Browser
+from tests.reporting.test_run_report import Browser
 
 # Picture, page, width in pixels, dark.
 REPORT = [("report-light", 1280, False), ("report-dark", 1280, True), ("report-400", 400, False)]

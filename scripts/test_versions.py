@@ -59,7 +59,7 @@ CHECKS = {
     "four axes": (f"{VERIFY} llama3-405b --ranks 4",),
     "documents": (
         f"{PYTEST} tests/models/test_varlen_attention.py tests/parallel/test_varlen_blocks.py "
-        "tests/train/test_varlen_layouts.py",
+        "tests/training/test_varlen_layouts.py",
     ),
     "CUDA graphs": (f"{PYTEST} tests/parallel/test_cuda_graphs.py",),
     "compile": (

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import garbled
+from tests.conversion.test_hf_convert import tiny_dir
 from tests.harness import ROOT, _import_modules, run_ranks
 from tests.monitor.test_garbled import STEPS, _train
 from tests.small import SMALL
-from tests.tools.test_hf_convert import tiny_dir
 from weft.cli.command_parser import CommandParser
 from weft.cli.main import build_parser, main
 from weft.config.escaping import escape_controls

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.tools.test_run_report import Browser, needs_browser
+from tests.reporting.test_run_report import Browser, needs_browser
 from weft.cli.main import build_parser
 from weft.config.peer_names import PROJECTS, load_peer_answers
 from weft.config.reader import read_job

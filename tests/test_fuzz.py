@@ -40,7 +40,12 @@ from tests.job_space import (
     needed_settings,
     technique_name,
 )
-from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living_processes, overrides
+from tests.verification.test_verify import (
+    AGREES,
+    break_a_gradient_on_rank_1,
+    living_processes,
+    overrides,
+)
 from weft.checkpoint.load import load_checkpoint
 from weft.cli.main import main as weft
 from weft.cli.verify_command import parse_layout

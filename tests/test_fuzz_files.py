@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conversion.test_hf_convert import tiny_dir
 from tests.data.test_hostile import mutated
 from tests.fuzz import FuzzResult, FuzzSettings, Outcome, read_log
 from tests.garbled import another_json, binary, nested, nested_objects, wrong_types
 from tests.small import small_job
-from tests.tools.test_hf_convert import tiny_dir
 from weft.comparison.experiment import COMPARISON, comparison_record, open_comparison
 from weft.comparison.trials import TrialResult
 from weft.comparison.variants import Variant

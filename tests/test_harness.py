@@ -289,7 +289,7 @@ def test_run_ranks_failed_world_leaves_no_process(tmp_path: Path) -> None:
     assert children(harness._current.process.pid) == []
 
 
-@pytest.mark.slow  # tests/tools/test_verify.py has the same for the ranks of `weft verify`
+@pytest.mark.slow  # tests/verification/test_verify.py has the same for the ranks of `weft verify`
 def test_ranks_of_a_killed_parent_die(tmp_path: Path) -> None:
     program = "import time; from tests.harness import run_ranks; run_ranks(time.sleep, 2, 600)"
     above = [  # both at once: each starts its own server

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from tests.harness import run_ranks
 from tests.job_space import candidate_values
-from tests.plan.test_plan_warnings import CASES
+from tests.planning.test_plan_warnings import CASES
 from tests.remedies import (
     Change,
     Follower,
@@ -491,7 +491,7 @@ def test_model_path_of_a_recipe_is_kept_beside_a_longer_context(
 
 
 def test_model_path_larger_tokenizers_are_accepted(model: Path, tmp_path: Path) -> None:
-    """The model grows: see tests/tools/test_vocabulary_growth.py."""
+    """The model grows: see tests/conversion/test_vocabulary_growth.py."""
     small = write_model(tmp_path / "Small", model / "tokenizer.json", vocab_size=256)
     assert start_errors(*given(small, tmp_path)) == []
     larger = json.loads((model / "tokenizer.json").read_text())

@@ -15,9 +15,9 @@ from typing import cast
 
 import pytest
 
-from tests.cluster.conftest import WEFT, Started, run_weft
+from tests.commands import WEFT, Started, run_weft
+from tests.conversion.test_hf_convert import trained
 from tests.small import Overrides
-from tests.tools.test_hf_convert import trained
 from weft.config.exit_statuses import INTERRUPTED
 from weft.estimate.search import TraceTask, open_tracer
 
@@ -94,7 +94,7 @@ def test_import_after_a_signal_leaves_no_files_and_can_be_repeated(
 def test_generate_and_evaluate_end_at_a_signal(
     words: list[str], shown: str, number: signal.Signals, run: Path, tmp_path: Path
 ) -> None:
-    """Processes that remain fail the test, too: see `tests.cluster.conftest.Started`."""
+    """Processes that remain fail the test, too: see `tests.commands.Started`."""
     words = [str(run) if word == "RUN" else word for word in words]
     began = time.monotonic()
 

@@ -16,7 +16,7 @@ from tests import s3
 from tests.checkpoint.test_manager import full_state, save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, read_state, small_job, train_rank
-from tests.train.test_early_stopping import EVERY_2, train_with_losses
+from tests.training.test_early_stopping import EVERY_2, train_with_losses
 from weft.checkpoint.best import find_best, get_best_metric
 from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manifest import (

@@ -71,8 +71,8 @@ from benchmarks.h200 import H200, INSTALL, TITAN_PACKAGES, read_torchtitan
 from benchmarks.h200 import MACHINE_SECONDS as H200_MACHINE_SECONDS
 from benchmarks.node import MACHINE_SECONDS as NODE_MACHINE_SECONDS
 from benchmarks.node import NODE, read_splits
-from tests.cluster.conftest import processes_in
-from tests.cluster.test_node_checks import STATE
+from tests.commands import processes_in
+from tests.doctor.test_node_checks import STATE
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.exit_statuses import FAILED, INTERRUPTED, USAGE_ERROR
 from weft.config.files import read_json

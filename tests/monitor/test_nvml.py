@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import fake_nvml
-from tests.cluster.conftest import WEFT, processes_in
+from tests.commands import WEFT, processes_in
 from weft.config.exit_statuses import FAILED
 from weft.monitor import nvml
 from weft.monitor.nvml import TIMED_OUT, Gpu, GpuState, query_gpus

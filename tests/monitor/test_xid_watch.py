@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import fake_nvml
-from tests.cluster.conftest import processes_in
+from tests.commands import processes_in
 from weft.monitor import nvml
 from weft.monitor.xid_watch import describe_xid, watch_xids
 

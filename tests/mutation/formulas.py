@@ -2014,8 +2014,8 @@ def check_export() -> None:
 @check("run: adapters of experts")
 def check_expert_adapters() -> None:
     """Compare experts' adapters with dense gradients, with PEFT, and with a fixed router."""
+    from tests.conversion import test_peft_export as exports
     from tests.parallel import test_lora_experts as experts
-    from tests.tools import test_peft_export as exports
 
     def run(module: str, function: Callable[..., Any], *args: Any) -> None:
         try:

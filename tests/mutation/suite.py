@@ -21,15 +21,15 @@ RANK_SECONDS = 60.0  # time limit of the ranks of a test on a busy machine
 SUITE: dict[str, tuple[str, str]] = {
     "unit: targets of multi-token prediction": (
         "data/loader.py",
-        "train/test_mtp.py::test_later_targets_are_masked_in_other_documents_and_the_end",
+        "training/test_mtp.py::test_later_targets_are_masked_in_other_documents_and_the_end",
     ),
     "unit: stages of multi-token prediction": (
         "planning/plan.py",
-        "train/test_mtp.py::test_last_stage_counts_the_layers_and_the_embedding",
+        "training/test_mtp.py::test_last_stage_counts_the_layers_and_the_embedding",
     ),
     "run: losses of multi-token prediction": (
         "training/step.py",
-        "train/test_mtp.py::test_gradients_equal_a_plain_implementation",
+        "training/test_mtp.py::test_gradients_equal_a_plain_implementation",
     ),
     "unit: losses of routers": (
         "models/moe.py",
@@ -61,18 +61,24 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/float8_frozen.py",
         "parallel/test_lora_float8.py -k product",
     ),
-    "unit: network of NCCL": ("doctor/nccl_log.py", "cluster/test_nccl_log.py"),
+    "unit: network of NCCL": ("doctor/nccl_log.py", "doctor/test_nccl_log.py"),
     "unit: known failures": (
         "doctor/failure_signatures.py",
-        "cluster/test_failure_signatures.py",
+        "doctor/test_failure_signatures.py",
     ),
-    "unit: watch of the network": ("supervision/network_watch.py", "cluster/test_network_watch.py"),
+    "unit: watch of the network": (
+        "supervision/network_watch.py",
+        "supervision/test_network_watch.py",
+    ),
     "unit: Lustre": ("checkpoint/lustre.py", "checkpoint/test_lustre.py"),
-    "unit: HyperPod": ("submission/hyperpod.py", "cluster/test_hyperpod.py"),
-    "unit: requests of SageMaker": ("submission/sagemaker_request.py", "cluster/test_sagemaker.py"),
+    "unit: HyperPod": ("submission/hyperpod.py", "submission/test_hyperpod.py"),
+    "unit: requests of SageMaker": (
+        "submission/sagemaker_request.py",
+        "submission/test_sagemaker.py",
+    ),
     "unit: file systems of SageMaker": (
         "submission/sagemaker_storage.py",
-        "cluster/test_sagemaker_entry.py",
+        "submission/test_sagemaker_entry.py",
     ),
     "ranks: adapters of a tied table": (
         "parallel/tied_parameters.py",

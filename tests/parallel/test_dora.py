@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.conversion.test_peft_export import check, export, load_in_peft, logits, write_run
 from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
 from tests.models.test_families import EAGER
 from tests.parallel.test_lora import TOLERANCE, WIDE
 from tests.small import Overrides, small_job
-from tests.tools.test_peft_export import check, export, load_in_peft, logits, write_run
 from weft.config.errors import InvalidConfig
 from weft.inference.inference_model import load_unsharded
 from weft.models.family import Init

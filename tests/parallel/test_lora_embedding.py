@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.conversion.test_peft_export import check, write_run
 from tests.harness import run_ranks
 from tests.layouts import (
     check_fused_loss,
@@ -24,7 +25,6 @@ from tests.layouts import (
 from tests.parallel.test_dora import check_gradients_with_peft
 from tests.parallel.test_lora import TOLERANCE
 from tests.small import Overrides, plan_here, small_job, this_rank
-from tests.tools.test_peft_export import check, write_run
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.models import load_family

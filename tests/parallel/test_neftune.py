@@ -23,7 +23,7 @@ from tests.parallel.test_layouts import MODEL, TOLERANCE, distance
 from tests.parallel.test_lora import many_adapter_gradients
 from tests.parallel.test_lora_dropout import keys
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
-from tests.train.test_objectives import CHAT
+from tests.training.test_objectives import CHAT
 from weft.config.schema import DataSection
 from weft.data.loader import document_lengths
 from weft.data.prepare import prepare_data
