@@ -248,24 +248,34 @@ def test_compiled_expert_products_without_gradients_are_equal_bit_for_bit() -> N
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_experts_with_any_number_of_rows_are_equal_bit_for_bit(recipe: str) -> None:
-    """Two products share a graph, as those of gate and up do."""
+    """Two products share a graph, as those of gate and up do, and all row counts share it."""
     torch._dynamo.reset()
     product = partial(float8_grouped_linear, recipe=recipe, emulate=True)
+    graphs = []
 
     def multiply(x: Tensor, gate: Tensor, up: Tensor, counts: Tensor) -> Tensor:
         return product(x, gate, counts) * product(x, up, counts)
 
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    _, w, _, _ = draw(recipe, 7, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
     with torch._dynamo.config.patch(specialize_float=False):
         prepare_compiler(recipe)
-        compiled = torch.compile(multiply, dynamic=True, backend="eager")
-        for seed in range(3):
-            x, w, _, counts = draw(recipe, seed, torch.bfloat16)
+        compiled = torch.compile(multiply, dynamic=True, backend=count)
+        for most in (40, 7, 90):
+            counts = torch.randint(0, most, (len(w),), generator=generator)
+            x = torch.randn(int(counts.sum()), w.shape[2], generator=generator).bfloat16()
             results = []
             for function in (compiled, multiply):
-                leaves = [each.clone().requires_grad_() for each in (x, w, w.flip(0))]
-                out = function(*leaves, torch.tensor(counts))
+                # Parameters have one size in a graph, so only rows vary.
+                leaves = [x.clone().requires_grad_(), *map(torch.nn.Parameter, (w, w.flip(0)))]
+                out = function(*leaves, counts)
                 results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
             assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    assert len(graphs) == 1
 
 
 def test_private_names_are_as_expected() -> None:
