@@ -224,7 +224,7 @@ def test_store_in_bucket_gives_the_batches_of_the_local_store(
     text_store: Store, bucket: str, proxy: s3.Proxy, tmp_path: Path
 ) -> None:
     url = upload(text_store, bucket)
-    for packing in ("windows", "documents", "best_fit"):
+    for packing in ("windows", "best_fit"):  # without and with the index of documents
         proxy.bytes_by_path.clear()
         section = section_of(url, tmp_path / packing, packing=packing)
         results = run_ranks(read_as_rank, 2, section, 6)

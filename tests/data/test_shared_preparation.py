@@ -37,7 +37,9 @@ from weft.data.tokenizer_training import train_tokenizer
 from weft.data.workers import Advance, ignore_progress
 
 pytestmark = pytest.mark.skipif(bool(aws.missing()), reason=f"needs {', '.join(aws.missing())}")
-FAST = {"BEAT_SECONDS": 0.1, "EXPIRY_SECONDS": 4.0, "POLL_SECONDS": 0.05}
+COUNT = 12  # units; the server lists few objects fast
+# Each beat and poll is a request, for which the server computes longer than a worker.
+FAST = {"BEAT_SECONDS": 0.4, "EXPIRY_SECONDS": 4.0, "POLL_SECONDS": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def start_workers(count: int, work: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def square_all(cache: Path, square: Callable[[int, Advance], int], count: int = 30) -> list[int]:
+def square_all(cache: Path, square: Callable[[int, Advance], int], count: int = COUNT) -> list[int]:
     shared = SharedWork(cache / "preparing" / "work", cache / "final")
     items = list(range(count))
     return map_units(shared, "squares", square, items, [1] * count, int, ignore_progress, 1)
@@ -94,8 +96,8 @@ def test_units_are_each_done_by_one_worker_and_all_get_the_results(cache: Path) 
         return number * number
 
     results = start_workers(3, lambda: square_all(cache, square))
-    assert results == [[n * n for n in range(30)]] * 3
-    assert calls == Counter(range(30))
+    assert results == [[n * n for n in range(COUNT)]] * 3
+    assert calls == Counter(range(COUNT))
     assert len(workers) == 3
 
 
@@ -120,22 +122,34 @@ def test_units_of_several_small_items_are_done_together(
 
 WORKER = """\
 import sys, time
-from pathlib import Path
 from weft.config.storage import open_directory
 from weft.data import shared_preparation
-from tests.data.test_shared_preparation import FAST, square_all
-for name, seconds in FAST.items():
-    setattr(shared_preparation, name, seconds)
+from weft.data.workers import ignore_progress
+for pair in sys.argv[3:]:
+    name, seconds = pair.split("=")
+    setattr(shared_preparation, name, float(seconds))
 shared_preparation.UNIT_BYTES = 1
 def square(number, advance):
     print(number, flush=True)
     time.sleep(600)
-square_all(open_directory(sys.argv[1]), square)
+cache = open_directory(sys.argv[1])
+shared = shared_preparation.SharedWork(cache / "preparing" / "work", cache / "final")
+count = int(sys.argv[2])
+shared_preparation.map_units(
+    shared, "squares", square, list(range(count)), [1] * count, int, ignore_progress, 1
+)
 """
 
 
 def test_units_of_workers_that_ended_are_done_by_another(cache: Path) -> None:
-    command = [sys.executable, "-c", WORKER, str(cache)]
+    command = [
+        sys.executable,
+        "-c",
+        WORKER,
+        str(cache),
+        str(COUNT),
+        *(f"{k}={v}" for k, v in FAST.items()),
+    ]
     signals = (signal.SIGKILL, signal.SIGINT, signal.SIGSTOP)
     workers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -153,9 +167,9 @@ def test_units_of_workers_that_ended_are_done_by_another(cache: Path) -> None:
         def send() -> None:
             time.sleep(1.5 * FAST["EXPIRY_SECONDS"])  # workers that live keep their units
             end = time.monotonic() + 60
-            while calls.total() < 27 and time.monotonic() < end:
+            while calls.total() < COUNT - 3 and time.monotonic() < end:
                 time.sleep(0.1)
-            kept.append(lost.isdisjoint(calls) and calls.total() == 27)
+            kept.append(lost.isdisjoint(calls) and calls.total() == COUNT - 3)
             for worker, number in zip(workers, signals, strict=True):
                 os.kill(worker.pid, number)
 
@@ -165,8 +179,8 @@ def test_units_of_workers_that_ended_are_done_by_another(cache: Path) -> None:
         results = square_all(cache, square)
         thread.join()
         assert kept == [True]
-        assert results == [n * n for n in range(30)]
-        assert calls == Counter(range(30))
+        assert results == [n * n for n in range(COUNT)]
+        assert calls == Counter(range(COUNT))
     finally:
         for worker in workers:
             worker.kill()
@@ -186,7 +200,7 @@ def test_error_of_a_worker_ends_all_with_the_same_message(cache: Path) -> None:
     results = start_workers(3, lambda: square_all(cache, fail))
     assert [str(each) for each in results] == [str(InvalidConfig([error]))] * 3
     # The next attempt does not read the old error.
-    assert square_all(cache, lambda number, advance: number) == list(range(30))
+    assert square_all(cache, lambda number, advance: number) == list(range(COUNT))
 
 
 def test_work_that_another_has_completed_ends(cache: Path) -> None:
@@ -339,6 +353,7 @@ def write_stories(directory: Path, suffix: str) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_prepare_by_two_hosts_gives_the_bytes_of_one(cache: Path, tmp_path: Path) -> None:
     source = write_stories(tmp_path / "source", "jsonl")
