@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import random
@@ -31,6 +32,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests import garbled
 from tests.conversion.test_hf_convert import tiny_dir
@@ -234,14 +236,17 @@ class Case:
     may_take_long: bool = False
 
 
-def leaves(
-    parser: CommandParser, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
-    """Yield every command that has no commands of its own."""
-    if not parser.subcommands():
-        yield path, parser
-    for name, inner in parser.subcommands().items():
-        yield from leaves(inner, (*path, name))
+@functools.cache
+def leaves() -> list[tuple[tuple[str, ...], CommandParser]]:
+    """Return every command that has no commands of its own, with its path."""
+
+    def walk(parser: CommandParser, path: tuple[str, ...]) -> Iterator[Any]:
+        if not parser.subcommands():
+            yield path, parser
+        for name, inner in parser.subcommands().items():
+            yield from walk(inner, (*path, name))
+
+    return [*walk(build_parser(), ())]
 
 
 def draw_value(action: argparse.Action, rng: random.Random) -> str:
@@ -292,7 +297,7 @@ def draw(seed: str, bounded: bool = True) -> Case:
         bounded: never start a job, a server or a training.
     """
     rng = random.Random(seed)
-    path, parser = rng.choice([*leaves(build_parser())])
+    path, parser = rng.choice(leaves())
     words: list[list[str]] = []
     probability = rng.choice((0.05, 0.15, 0.4))
     for action in parser._actions:
@@ -329,7 +334,7 @@ def draw(seed: str, bounded: bool = True) -> Case:
 def path_cases() -> list[Case]:
     """Return a command line for each argument and key of free text, and each hostile path."""
     cases = []
-    for path, parser in leaves(build_parser()):
+    for path, parser in leaves():
         free = [a for a in parser._actions if a.nargs != 0 and not a.choices]
         required = [a for a in free if not a.option_strings and a.nargs not in ("?", "*")]
         for target in free:
@@ -555,7 +560,7 @@ def named(words: list[str]) -> set[str]:
             name = part.removeprefix("--") or word
             part = escape_controls(name).strip()[:30]
             result |= {part, part.replace("-", "_"), json.dumps(name.rstrip("/"))[1:-1]}
-    for path, parser in leaves(build_parser()):
+    for path, parser in leaves():
         if tuple(words[: len(path)]) == path:
             for action in parser._actions:
                 result |= {action.dest, *action.option_strings, str(action.metavar)}

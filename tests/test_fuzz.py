@@ -201,15 +201,19 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_log(log, FuzzSettings(seed=13, ranks=2, steps=1)) == []  # draws other jobs
 
 
-@pytest.mark.ranks
-def test_fuzz_records_steps_that_overflow() -> None:
-    """Random jobs with experts often have too little room, and are then computed again."""
+@pytest.mark.slow  # 24 draws
+def test_random_jobs_often_have_experts_without_room() -> None:
+    """Steps of such jobs are computed again."""
     pinned = {"model.kind": "moe", "parallel.ep": "2", "parallel.dp_shard": "2"}
     jobs = [draw_job(1, index, pinned, 4) for index in range(24)]
     small = [job for job in jobs if job.overrides.get("parallel.ep_capacity_factor") == "1"]
     assert len(small) > 8
     modes = [job.overrides.get("activation_checkpoint.mode") for job in small]
     assert modes.count("budget") > 2
+
+
+@pytest.mark.ranks
+def test_fuzz_records_steps_that_overflow() -> None:
     layout = "--parallel.dp_shard 2 --parallel.ep 2 --parallel.ep_dispatch padded --model.kind moe"
     sizes = "--model.preset toy-moe --parallel.ep_capacity_factor 1 --train.seq_len 8"
     job = RandomJob(0, 0, (), dict(overrides(f"{layout} {sizes}".split())), {}, ranks=2, steps=1)
@@ -352,8 +356,8 @@ def check_all(count: int, seed: int, log: Path, ranks: int) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-def test_four_random_jobs_agree(tmp_path: Path) -> None:
-    check_all(4, 21, tmp_path / "log.jsonl", ranks=3)  # four ranks take 1.6 times as long
+def test_two_random_jobs_agree(tmp_path: Path) -> None:
+    check_all(2, 21, tmp_path / "log.jsonl", ranks=3)  # four ranks take 1.6 times as long
 
 
 @pytest.mark.ranks
