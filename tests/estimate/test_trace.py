@@ -504,7 +504,8 @@ TILES = "train.seq_len=8192 model.max_seq_len=8192 data.packing=documents model.
             "cp4 cp_method=ring model.sliding_window=300 activation_checkpoint.mode=full",
             marks=pytest.mark.slow,
         ),
-        "cp2 activation_checkpoint.mode=selective train.seq_len=512 model.sliding_window=100",
+        "cp2 activation_checkpoint.mode=selective train.seq_len=512 model.sliding_window=100 "
+        "train.global_batch_size=2",
     ],
 )
 def test_traces_repeated_blocks_of_attention_are_recorded_as_if_they_ran(

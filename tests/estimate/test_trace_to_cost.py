@@ -148,6 +148,7 @@ def test_products_of_emulated_float8_have_the_speed_of_float32() -> None:
     seconds = []
     for float8 in ("none", "tensorwise"):
         keys = [("model.num_layers", "2"), ("precision.float8", float8)]
+        keys += [("train.global_batch_size", "16")]  # one microbatch
         plan, machine = plan_recipe("llama3-8b", keys, [], "1x8xA100-80GB", detect_machine)
         device = device_spec(plan, machine)
         assert device is not None

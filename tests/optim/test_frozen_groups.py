@@ -217,6 +217,7 @@ def test_frozen_experts_plan_counts_them() -> None:
 def test_frozen_group_trace_predicts_the_memory_that_it_saves() -> None:
     """Each frozen parameter saves its gradient and two moments, 12 bytes."""
     layers = [("model.num_layers", "6"), ("train.microbatch_size", "1")]
+    layers += [("train.global_batch_size", "2")]
     groups = '[{params=["layers.[0-3].*_proj*"], lr_mult=0}]'
     free = plan_of(*layers, ("optim.groups", "[]"))
     plan = plan_of(*layers, ("optim.groups", groups))

@@ -192,6 +192,7 @@ def test_forecast_of_experts_has_the_all_to_all_of_tokens() -> None:
     plan, machine = plan_recipe(recipe, [], [], None, lambda device: Machine("cpu", 2))
     assert "3,353,032,704 of them active" in describe_plan(plan, machine, recipe)
     subset = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
+    subset += [("train.global_batch_size", "256")]  # two microbatches
     plan, machine = plan_recipe(recipe, subset, [], None, lambda device: Machine("cpu", 2))
     prediction = forecast(plan, machine, device_spec(plan, machine))
     shape = plan.model

@@ -95,7 +95,13 @@ def slurm_request(recipe: str, directory: Path) -> JobRequest:
     return build_request("slurm", recipe, overrides(recipe, directory), (), no_machine)
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 4 else [])
+        for number, name in enumerate(recipe_names())
+    ],
+)
 def test_launch_every_recipe_renders_on_every_cluster(recipe: str, directory: Path) -> None:
     """Also with a model that only the nodes have, and no path that they do not have."""
     request = slurm_request(recipe, directory)

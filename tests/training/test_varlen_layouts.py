@@ -37,8 +37,9 @@ def masked(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "layout",
     [
         "",
-        "cp2 cp_method=ulysses tp2",
+        "cp2 cp_method=ulysses",
         "cp2",
+        pytest.param("cp2 cp_method=ulysses tp2", marks=pytest.mark.slow),
         pytest.param("cp2 cp_method=allgather cp_load_balance=documents", marks=pytest.mark.slow),
         pytest.param("pp2", marks=pytest.mark.slow),
         pytest.param("dp_shard2 activation_checkpoint.mode=full", marks=pytest.mark.slow),
