@@ -236,8 +236,10 @@ def _import_modules() -> None:
     with contextlib.suppress(ModuleNotFoundError):  # not every PyTorch has it
         importlib.import_module("torch.profiler._cupti_monitor")  # the first step imports it
     for name in (
+        "encodings.utf_8_sig",
         "numpy",
         "pytest",
+        "rich._emoji_codes",  # by the first text in a terminal
         "torch",
         "torch._dynamo",  # imported by the first optimizer otherwise
         "torch._inductor.compile_fx",  # by the first compiled function
@@ -264,6 +266,7 @@ def _import_modules() -> None:
     ):
         if name != "weft.inference.lm_eval_model" or importlib.util.find_spec("lm_eval"):
             importlib.import_module(name)
+    importlib.import_module("weft.data.token_store").manifest_adapter()
     logging.disable(logging.NOTSET)
     gc.freeze()  # else a collection in a rank would copy every page of these modules
 

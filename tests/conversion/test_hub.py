@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.conversion.test_hf_convert import assert_same_bits, of_model, tiny_dir, tiny_weights
 from tests.hub import COMMIT, TOKEN
 from tests.s3 import answers, die_with_parent, free_ports
@@ -53,16 +54,11 @@ def is_open(port: int) -> bool:
 def run_weft(directory: Path, endpoint: str, *words: str, code: int = 0, **variables: str) -> str:
     """Run weft with an empty cache of the Hub; return all that it prints, as one line."""
     cache = {"HF_ENDPOINT": endpoint, "HF_HOME": str(directory / "cache"), "NO_PROXY": "*"}
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("HF_")} | cache
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", *words],
-        cwd=directory,
-        env=environment | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("HF_")]:
+            patch.delenv(name)
+        # In a forked process that has not imported the Hub's client, which reads these variables.
+        done = commands.run_weft([*commands.WEFT, *words], directory, **cache, **variables)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return " ".join((done.stdout + done.stderr).split())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import commands
 from tests.estimate.test_memory_check import ODD
 from tests.reporting.test_forecast_charts import actions, part
 from tests.small import SMALL, records
@@ -46,14 +45,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     pairs = [*SMALL, *PIPELINE, ("run.dir", str(run_dir)), ("data.path", str(store_path))]
     words = [word for key, value in pairs for word in (f"--{key}", value)]
-    completed = subprocess.run(
-        [sys.executable, "-m", "weft", "train", "demo", *words],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"NO_COLOR": "1"},
-    )
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    command = [*commands.WEFT, "train", "demo", *words]
+    completed = commands.run_weft(command, elsewhere, NO_COLOR="1")
     assert completed.returncode == 0, completed.stderr
     return run_dir, completed.stdout
 

@@ -27,6 +27,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -493,6 +494,12 @@ def copy_small_files(url: str, parent: Path, location: CacheLocation) -> Path:
     return directory
 
 
+@cache
+def manifest_adapter() -> TypeAdapter[Manifest]:
+    """Return the reader of manifests, which takes some hundredths of a second to build."""
+    return TypeAdapter(Manifest)
+
+
 def _read_manifest(directory: Path) -> Manifest:
     try:
         data = (directory / STORE_FILE).read_bytes()
@@ -501,7 +508,7 @@ def _read_manifest(directory: Path) -> Manifest:
             raise InvalidConfig(
                 [damaged_store_error(directory, f"it has format {version}, not {FORMAT}")]
             )
-        manifest = TypeAdapter(Manifest).validate_json(data)
+        manifest = manifest_adapter().validate_json(data)
         if errors := list(_find_contradictions(manifest)):
             raise InvalidConfig(
                 [damaged_store_error(directory, f"{STORE_FILE}: {rule}") for rule in errors]
