@@ -256,8 +256,18 @@ def run_joined(
     output.mkdir(exist_ok=True)
     port = free_port()
     call = (command[len(WEFT) :], str(directory), str(output), environment, port)
-    statuses = run_ranks(run_joined_in_child, ranks, *call, timeout=120)
+    statuses = run_ranks(run_joined_in_child, ranks, *call, timeout=300)
     return statuses, "".join((output / f"{rank}").read_text() for rank in range(ranks))
+
+
+def train_in_one_rank(words: list[str], directory: Path) -> str:
+    """Run ``weft train`` with these words as its own only rank; return the output.
+
+    No interpreter starts, so this is for tests that are about the run and not about its launch.
+    """
+    statuses, output = run_joined([*WEFT, "train", *words], directory, 1)
+    assert statuses == [0], output
+    return output
 
 
 def free_port() -> int:

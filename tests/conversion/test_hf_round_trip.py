@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.chat import CHATML
+from tests.commands import train_in_one_rank
 from tests.small import newest_state
 from weft.cli.main import main
 
@@ -108,7 +109,7 @@ def test_import_train_and_export_lose_nothing(
     run = "runs/imported"
     if how == "text":
         assert main(["import", "source", run]) == 0
-    assert main(["train", *TRAIN[how], *SHORT, "--run.dir", run]) == 0
+    train_in_one_rank([*TRAIN[how], *SHORT, "--run.dir", run], tmp_path)
     assert main(["export", run, "out"]) == 0
 
     # Every file but config.json and the weights is the same, and none is missing.

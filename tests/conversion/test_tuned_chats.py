@@ -9,6 +9,7 @@ import torch
 
 from tests.chat import message, write_lines
 from tests.chat_templates import Model, template_dir
+from tests.commands import train_in_one_rank
 from weft.cli.main import main
 from weft.data.chat_template import GENERATION
 
@@ -48,11 +49,12 @@ def write_model(name: str, directory: Path) -> Model:
 
 
 def tune(directory: Path, run: Path, data: Path, *keys: str) -> None:
-    words = ["train", "lora", "--model.path", str(directory), "--data.path", str(data)]
+    words = ["lora", "--model.path", str(directory), "--data.path", str(data)]
     words += ["--lora.rank", "0", "--train.seq_len", "384", "--train.steps", str(STEPS)]
     words += ["--train.global_batch_size", "2", "--optim.lr", "1e-2", "--run.dir", str(run)]
     words += ["--run.nproc_per_node", "1", "--precision.compute_dtype", "float32"]
-    assert main([*words, "--data.cache_dir", str(run.parent / "cache"), *keys]) == 0
+    words += ["--data.cache_dir", str(run.parent / "cache")]
+    train_in_one_rank([*words, *keys], run.parent)
 
 
 def answers(directory: Path, histories: list[list[dict[str, str]]]) -> list[str]:

@@ -257,10 +257,11 @@ WINDOW = "model.sliding_window=8 model.layer_pattern"
 
 # Blocks, microbatches, layout.
 LARGER = [
-    (5, 5, "dp_shard2 tp2 cp2"),  # one more than the four recorded, see RECORDED_COUNTS
+    (5, 5, "dp_shard2 cp2"),  # one more than the four recorded, see RECORDED_COUNTS
     (11, 1, f"tp2 {EXPERTS} model.dense_layers=3"),
 ]
 EXTRA = [
+    (5, 5, "dp_shard2 tp2 cp2"),
     (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
     (5, 1, "dp_shard2 activation_checkpoint.mode=selective"),
     (5, 5, "dp_shard2 optim.name=muon"),

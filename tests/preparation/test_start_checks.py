@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import train_in_one_rank
 from tests.small import small_job
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
@@ -67,7 +68,7 @@ def test_check_logins_of_a_run_that_has_started_is_skipped(
     own = ["--monitor.report", "false", "--run.nproc_per_node", "1"]
     wandb = ["--monitor.trackers", "wandb", "--dry-run"]
     assert main(["train", *words, "1", *own, *wandb]) == 2  # a new run needs the login
-    assert main(["train", *words, "1", *own, "--monitor.trackers", ""]) == 0
+    train_in_one_rank([*words, "1", *own, "--monitor.trackers", ""], tmp_path)
     assert main(["train", *words, "2", *own, *wandb]) == 0
 
 

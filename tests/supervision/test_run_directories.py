@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ONE_RANK, WEFT, Finished, run_weft
+from tests.commands import ONE_RANK, WEFT, Finished, run_weft, train_in_one_rank
 from tests.small import records
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.checkpoint.owner import owner_errors, write_owner
@@ -188,8 +188,7 @@ def test_copy_does_not_share_a_checkpoint_directory_with_its_original(
     shutil.copytree(finished.directory / "run", "runs/a")
     (tmp_path / "runs/a/checkpoints").rename(tmp_path / "disk")
     keys = ["--checkpoint.dir", "disk", "--train.steps", "21"]
-    done = run_weft([*WEFT, "train", "runs/a", *ONE_RANK, *keys], tmp_path)
-    assert done.returncode == 0, done.stderr
+    train_in_one_rank(["runs/a", *ONE_RANK, *keys], tmp_path)
     shutil.copytree("runs/a", "runs/b")
     (tmp_path / "runs/c").mkdir()
     original = contents(tmp_path)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.chat import LLAMA, make_tokenizer, message, write_lines, write_tokenizer
-from tests.commands import ONE_RANK, WEFT, run_weft
+from tests.commands import ONE_RANK, WEFT, run_weft, train_in_one_rank
 from tests.small import forget_fingerprints, small_job
 from weft.checkpoint.manifest import list_checkpoints, read_manifest
 from weft.cli.main import main
@@ -72,8 +72,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--checkpoint.keep_latest",
         "9",
     ]
-    done = run_weft([*WEFT, "train", *words], home)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train_in_one_rank(words, home)
     return home
 
 

@@ -496,7 +496,7 @@ def copy_small_files(url: str, parent: Path, location: CacheLocation) -> Path:
 
 @cache
 def manifest_adapter() -> TypeAdapter[Manifest]:
-    """Return the reader of manifests, which takes some hundredths of a second to build."""
+    """Return the reader of manifests, which takes hundredths of a second to build."""
     return TypeAdapter(Manifest)
 
 
