@@ -233,13 +233,15 @@ def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:
 
 def test_profile_table_has_predicted_and_measured_times() -> None:
     elapsed = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
-    lines = format_table(elapsed, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
+    expected = {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0, "ep": 0.5}
+    lines = format_table(elapsed, expected)
     rows = [line.rsplit(maxsplit=4) for line in lines[1:]]
     assert rows == [
         ["compute", "1.5000", "2.0000", "0", "1.2500"],
         ["exposed pp, with the bubble", "1.5000", "2.0000", "1", "0.7500"],
         ["waiting for data", "0.2500", "0.5000", "1", "-"],
         ["host overhead", "0.0000", "0.0000", "1", "0.0000"],
-        ["total", "3.2500", "3.5000", "1", "2.0000"],
+        ["exposed ep", "0.0000", "0.0000", "1", "0.5000"],  # measured as dp_shard
+        ["total", "3.2500", "3.5000", "1", "2.5000"],
     ]
     assert math.isclose(sum(float(row[1]) for row in rows[:-1]), float(rows[-1][1]))

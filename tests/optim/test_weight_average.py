@@ -94,6 +94,21 @@ def test_average_of_a_skipped_step_is_unchanged() -> None:
     assert not optimizer.state[idle]  # AdamW has not begun with it
 
 
+def test_average_of_an_optimizer_without_state() -> None:
+    param = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    average = WeightAverage(optimizer, 0.5)
+    expected = None
+    for _ in range(3):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        average.update(torch.tensor(False))
+        weight = param.detach().clone()
+        expected = weight if expected is None else expected.lerp(weight, 0.5)
+    assert expected is not None
+    torch.testing.assert_close(optimizer.state[param][AVERAGE], expected)
+
+
 def test_plan_has_the_memory_of_the_average() -> None:
     jobs = [small_job(("optim.ema_decay", value)) for value in ("0", "0.9")]
     plan = resolve(jobs[0], Machine("cpu", 1, world_size=1))

@@ -26,6 +26,7 @@ from weft.planning.placement import rank_to_coordinates
 from weft.planning.plan import Plan
 from weft.planning.plan_text import cluster_machine
 from weft.planning.resolve import resolve
+from weft.reporting import forecast_charts
 from weft.reporting.forecast_charts import (
     forecast_page,
     format_number,
@@ -390,3 +391,8 @@ def test_numbers_have_three_digits() -> None:
         "80.0",
         "32,191",
     ]
+
+
+def test_every_cause_of_time_has_a_color() -> None:
+    css = (Path(forecast_charts.__file__).parent / "templates" / "page.css").read_text()
+    assert [cause for cause in forecast_charts.CAUSES if f"--{cause}:" not in css] == []

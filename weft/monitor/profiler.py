@@ -207,6 +207,7 @@ def format_table(
         expected["pp"] = expected.pop("bubble") + expected.get("pp", 0.0)
     present = {name for _, seconds in ranks for name in seconds} | set(expected)
     causes = ["compute", *AXES, WORLD, "offload", "data", "host"]
+    causes += sorted(present.difference(causes))  # predicted: axes of experts
     rows = [(LABELS.get(name, f"exposed {name}"), name) for name in causes if name in present]
     width = max(len(label) for label, _ in rows)
     column = f"{'predicted':>12}" if expected else ""

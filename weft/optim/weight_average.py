@@ -2,7 +2,7 @@
 
 After each update the average moves by ``1 - optim.ema_decay`` of its distance to the weights.  It
 is in float32, sharded like its parameter, and part of the optimizer's state under `AVERAGE`: so a
-checkpoint has it, and any layout loads it.  It begins as the weights after the first call.
+checkpoint has it, and any layout loads it.  It begins as the weights after the first update.
 Training and its evaluations use the weights themselves; what only reads the model of a checkpoint
 (generate, evaluate, export) reads the average.
 """
@@ -36,9 +36,13 @@ class WeightAverage(StepHook):
     def update(self, skip: Tensor) -> None:
         """Move the averages, unless the step is skipped."""
         share = (1 - self._decay) * (~skip).float()
-        for param, state in self._optimizer.state.items():
-            if not state:  # no update has changed it
+        states, has_state = self._optimizer.state, any(self._optimizer.state.values())
+        for param in [param for group in self._optimizer.param_groups for param in group["params"]]:
+            # AdamW has no state of a parameter that no update has changed, and begins with it only
+            # if there is none.  Other optimizers, as SGD, have none at all.
+            if has_state and not states.get(param):
                 continue
+            state = states[param]
             weight, average = to_local(param).detach(), state.get(AVERAGE)
             if average is None or to_local(average).device != weight.device:
                 # `zeros`, by which the planner's trace recognizes optimizer state.

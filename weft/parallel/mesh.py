@@ -44,7 +44,7 @@ class Mesh:
     param_mesh: DeviceMesh  # axes `PARAMETER_AXES`; dp_shard includes cp
     coordinates: dict[str, int]  # this rank's index on each of `AXES`
     dp_rank: int  # this rank's index among the ranks that read different sequences
-    groups: Groups  # of all three meshes
+    groups: Groups  # of both meshes, of cp and of tied parameters
     cp_group: dist.ProcessGroup | None  # None if cp is 1
     expert_mesh: DeviceMesh | None = None  # axes `EXPERT_AXES`; None: experts are as other weights
     router_axes: tuple[str, ...] = ()  # also split the tokens of routers: tp, if experts are whole

@@ -49,6 +49,7 @@ CAUSES = (
     *("compute", "tp", "cp", "dp_shard", "efsdp", "ep", "dp_replicate", "pp"),
     *("bubble", "host", "world", "offload", "data"),
 )
+NO_COMMUNICATION = ("compute", "bubble", "host", "offload", "data")
 
 
 def forecast_page(prediction: Forecast, recipe: str, machine_text: str) -> bytes:
@@ -283,7 +284,8 @@ def time_bar(
     amounts = {cause: seconds[cause] for cause in CAUSES if seconds.get(cause, 0.0) > 0}
 
     def describe(cause: str) -> str:
-        text = LABELS.get(cause, cause) + ": exposed communication" * (cause in (*AXES, "world"))
+        is_exposed = cause in CAUSES and cause not in NO_COMMUNICATION
+        text = LABELS.get(cause, cause) + ": exposed communication" * is_exposed
         return f"{text}: {format_ms(amounts[cause])}, {amounts[cause] / total:.1%}"
 
     largest = max(
