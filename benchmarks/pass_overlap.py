@@ -56,7 +56,7 @@ def measure(rounds: int, store: str) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
     steps = {}
     for enable in ("true", "false"):
-        job = small_job(*JOB, ("pipeline.overlap_exchanges", enable))
+        job = small_job(*JOB, ("pipeline.overlap_dispatch", enable))
         plan = plan_here(job)
         built = build(plan, this_rank())
         batches = loader_of(job, plan, store, built.mesh).get_microbatches(0)

@@ -79,7 +79,7 @@ def test_space_sets_what_a_key_needs() -> None:
         "parallel.cp_method": "ring",
         "data.packing": "documents",
     }
-    assert needed_settings("pipeline.overlap_exchanges", "false") == {
+    assert needed_settings("pipeline.overlap_dispatch", "false") == {
         "pipeline.schedule": "DualPipeV",
         "parallel.pp": "2",
         "model.kind": "moe",

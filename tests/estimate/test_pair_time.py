@@ -156,10 +156,10 @@ def moe_plan(*extra: tuple[str, str]) -> Plan:
 
 @pytest.mark.slow
 def test_overlap_of_a_traced_plan_shortens_its_step() -> None:
-    plan, without = moe_plan(), moe_plan(("pipeline.overlap_exchanges", "false"))
-    assert plan.overlaps_exchanges
+    plan, without = moe_plan(), moe_plan(("pipeline.overlap_dispatch", "false"))
+    assert plan.overlaps_dispatch
     assert find_pairs(plan)
-    assert not without.overlaps_exchanges
+    assert not without.overlaps_dispatch
     assert not find_pairs(without)
     traces, device = trace_ranks(plan), get_device("H100")
     steps = [build_step(each, traces, device) for each in (plan, without)]

@@ -252,7 +252,7 @@ def test_memory_of_paired_passes_has_the_temporaries_of_both() -> None:
         "train.microbatch_size=1 train.global_batch_size=8"
     )
     plan = resolve(small_job(*overrides), Machine("cpu", devices=2, world_size=ranks))
-    assert plan.overlaps_exchanges
+    assert plan.overlaps_dispatch
     for trace in trace_ranks(plan):
         alone = simulate_memory(trace, caching=False)
         paired = add_paired_passes(alone, trace)

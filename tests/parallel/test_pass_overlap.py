@@ -27,7 +27,7 @@ from weft.parallel.private import num_captured_graphs
 from weft.records.span_reader import read_spans
 
 LAYOUT = "dp_shard2 pp2 ep=2 pipeline.schedule=DualPipeV"
-OFF = ("pipeline.overlap_exchanges", "false")
+OFF = ("pipeline.overlap_dispatch", "false")
 
 
 def job_of(layout: str, *extra: tuple[str, str]) -> Overrides:

@@ -21,8 +21,8 @@ from weft.models.moe import ExpertLinear
 from weft.parallel.activation_checkpoint import _selective_contexts, _should_save
 from weft.parallel.weight_gradients import (
     WeightGradients,
+    add_inputs_to_compiled_block,
     defer_weight_gradients,
-    tap_compiled_block,
 )
 from weft.training.setup import build
 
@@ -58,7 +58,7 @@ def wrap(block: nn.Module, mode: str) -> None:
         block.forward = partial(checkpoint, block.forward, **options)
     if mode == "compiled":
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-        tap_compiled_block(block)
+        add_inputs_to_compiled_block(block)
 
 
 MODES = ["none", "full", "selective", "compiled"]

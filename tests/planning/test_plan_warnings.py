@@ -139,7 +139,7 @@ CASES = [
      "parallel.pp=2 pipeline.schedule=ZBVZeroBubble", 2),
     ("pipeline.defer_weight_gradients=false", "parallel.pp=2 pipeline.schedule=ZBVZeroBubble "
      "train.world_size_invariant=true", 2, "parallel.pp=2 pipeline.schedule=DualPipeV", 2),
-    ("pipeline.overlap_exchanges=false", "", 1, "model.kind=moe model.preset=toy-moe parallel.pp=2 "
+    ("pipeline.overlap_dispatch=false", "", 1, "model.kind=moe model.preset=toy-moe parallel.pp=2 "
      "parallel.dp_shard=2 parallel.ep=2 pipeline.schedule=DualPipeV", 4),
     ("parallel.etp=1", "parallel.tp=2", 2, "model.kind=moe model.preset=toy-moe parallel.tp=2", 2),
     ("parallel.async_tp=true", "", ONE_H100, f"parallel.tp=2 {COMPILED}", H100),

@@ -986,10 +986,10 @@ class PipelineSection(Section):
         "weights later, in gaps of the schedule; false: at once, which keeps less memory",
         needs="defers_weight_gradients",
     )
-    overlap_exchanges: bool = key(
+    overlap_dispatch: bool = key(
         True,
         "DualPipeV: one microbatch computes while another exchanges tokens with experts",
-        needs="has_experts and overlaps_exchanges",
+        needs="has_experts and overlaps_dispatch",
     )
 
 

@@ -227,7 +227,7 @@ def price_traces(
     memory = simulate_memory(
         rank_traces[index].shortened(), on_gpu, allocator_capacity, plan.cpu_offload
     )
-    if plan.overlaps_exchanges:
+    if plan.overlaps_dispatch:
         memory = add_paired_passes(memory, rank_traces[index])
     time_breakdown = timeline = None
     if device is not None:

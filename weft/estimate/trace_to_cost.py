@@ -82,7 +82,7 @@ class TracePricer:
             "dp_replicate": "prefetch",
             "efsdp": "prefetch",
             "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
-            "ep": "pair" if plan.overlaps_exchanges else "exposed",
+            "ep": "pair" if plan.overlaps_dispatch else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
         parallel = plan.job.parallel
         self.in_float32 = plan.float8_emulated or plan.compute_dtype == "float32"

@@ -30,7 +30,7 @@ from weft.parallel.float8 import apply_float8, prepare_compiler
 from weft.parallel.mesh import Mesh
 from weft.parallel.mixed_precision import ComputeCopies
 from weft.parallel.private import enable_async_tp
-from weft.parallel.weight_gradients import defer_weight_gradients, tap_compiled_block
+from weft.parallel.weight_gradients import add_inputs_to_compiled_block, defer_weight_gradients
 from weft.planning.matrices import find_float8_matrices
 from weft.planning.plan import Plan
 
@@ -283,7 +283,7 @@ def _compile_blocks(
     cache_dir, fullgraph = plan.job.compile.cache_dir, not plan.has_graph_breaks
     apply_compile(blocks, cache_dir, fullgraph=fullgraph, options=options)
     for block in blocks:
-        tap_compiled_block(block)
+        add_inputs_to_compiled_block(block)
     if plan.tp > 1 or plan.ep > 1:
         from weft.parallel.tensor_parallel import materialize_local_weights
 

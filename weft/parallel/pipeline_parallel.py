@@ -110,6 +110,6 @@ def build_pipeline_schedule(
         single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
         schedule = schedule_class(stages[0] if single else stages, plan.num_microbatches, **options)
     private_schedules.free_sent(schedule, planned_schedule(plan))
-    if plan.overlaps_exchanges:
+    if plan.overlaps_dispatch:
         private_schedules.overlap_passes(schedule, device)
     return schedule

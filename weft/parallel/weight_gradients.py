@@ -6,11 +6,11 @@ stage waits for the first half only, the gradient of the stage's input (I), so t
 all its gradients at once, and recomputed activations exist only once.  So weft splits linear
 layers, whose weight gradients take a third of the step.  All other gradients belong to I.
 
-A linear layer gets two more inputs, its *taps*: tensors with shapes, but without memory.  As
-"gradients" of its taps, the layer returns the two factors of its weight gradient: its own input and
-the gradient of its output.  The backward function of the taps keeps the factors until W multiplies
-them.  To autograd, the compiler and activation checkpointing, taps are inputs like any other, so I
-is one ordinary backward pass.  A compiled block gets its taps from outside.
+A linear layer gets two *extra inputs*: tensors with shapes, but without memory.  As "gradients" of
+these, the layer returns the two factors of its weight gradient: its own input and the gradient of
+its output.  The backward function of the extra inputs keeps the factors until W multiplies them.
+To autograd, the compiler and activation checkpointing they are inputs like any other, so I is one
+ordinary backward pass.  A compiled block gets its extra inputs from outside.
 
 From I to W, only the factors are kept, in the compute dtype, and W needs no weights.  Megatron-LM
 (``delay_wgrad_compute``) and TransformerEngine (``WeightGradStore``) keep the same factors.
@@ -65,7 +65,7 @@ class WeightGradients:
         return add_to_grad
 
 
-class _Taps(torch.autograd.Function):
+class _ExtraInputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, module: Any, counts: Any, x_shape: Any, grad_shape: Any
@@ -85,7 +85,7 @@ class _Taps(torch.autograd.Function):
         return None, None, None, None, None
 
 
-class _Tapped(torch.autograd.Function):
+class _WithExtraInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, x_tap: Tensor, grad_tap: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -114,21 +114,25 @@ def _forward(module: Any, x: Tensor, *counts: Tensor) -> Tensor:
     """Replace the forward of a linear layer, or of one per expert."""
     out = linear(x, module.weight.detach(), module.bias, *counts)
     if torch.is_grad_enabled() and module.weight.requires_grad:
-        taps = vars(module).get("taps") or _make_taps(module, x.shape, *counts)
-        return run_function(_Tapped, out, x, *taps)
+        extra_inputs = vars(module).get("extra_inputs") or _make_extra_inputs(
+            module, x.shape, *counts
+        )
+        return run_function(_WithExtraInputs, out, x, *extra_inputs)
     if not torch.compiler.is_compiling():
         vars(module)["input_shape"] = x.shape
     return out
 
 
-def _make_taps(module: Any, shape: torch.Size, *counts: Tensor) -> Any:
-    """Return the taps of a layer for an input of ``shape``."""
+def _make_extra_inputs(module: Any, shape: torch.Size, *counts: Tensor) -> Any:
+    """Return the extra inputs of a layer for an input of ``shape``."""
     weight = module.weight
-    return run_function(_Taps, weight, module, counts, shape, (*shape[:-1], weight.shape[-2]))
+    return run_function(
+        _ExtraInputs, weight, module, counts, shape, (*shape[:-1], weight.shape[-2])
+    )
 
 
-def tap_compiled_block(block: Any) -> None:
-    """Create the taps of a compiled block before its forward, if its layers have any.
+def add_inputs_to_compiled_block(block: Any) -> None:
+    """Create the extra inputs of a compiled block before its forward.
 
     The compiler needs their shapes, so the first call also runs the block without the compiler.
     """
@@ -142,7 +146,7 @@ def tap_compiled_block(block: Any) -> None:
                 with torch.no_grad():
                     type(block).forward(block, *args)
             for layer in layers:
-                vars(layer)["taps"] = _make_taps(layer, layer.input_shape)
+                vars(layer)["extra_inputs"] = _make_extra_inputs(layer, layer.input_shape)
         return compiled(*args)
 
     if layers:

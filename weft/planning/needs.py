@@ -241,8 +241,8 @@ FACTS = {
         "train.world_size_invariant does not allow it",
         "parallel.pp>1 and pipeline.schedule=ZBVZeroBubble",
     ),
-    "overlaps_exchanges": Fact(
-        lambda plan: plan.can_overlap_exchanges,
+    "overlaps_dispatch": Fact(
+        lambda plan: plan.can_overlap_dispatch,
         "only DualPipeV (pipeline.schedule) pairs passes that could overlap the exchange of "
         "tokens (parallel.ep above 1), by parallel.ep_dispatch=alltoall or padded",
         "pipeline.schedule=DualPipeV and parallel.pp>1 and parallel.ep>1",

@@ -169,7 +169,7 @@ def find_pairs(plan: Plan) -> dict[Action, Action]:
     See `weft.parallel.pass_overlap`.
     """
     pairs: dict[Action, Action] = {}
-    if plan.overlaps_exchanges:
+    if plan.overlaps_dispatch:
         sizes = plan.pp, plan.stages_per_rank, plan.num_microbatches
         for order in _torch_order(plan.schedule_name, *sizes).values():
             for action in filter(None, order):

@@ -330,13 +330,13 @@ class Plan:
         return has_halves and defers and not self.world_size_invariant
 
     @property
-    def overlaps_exchanges(self) -> bool:
+    def overlaps_dispatch(self) -> bool:
         """Return True if a pass computes while another exchanges tokens with experts."""
-        return self.can_overlap_exchanges and self.job.pipeline.overlap_exchanges
+        return self.can_overlap_dispatch and self.job.pipeline.overlap_dispatch
 
     @property
-    def can_overlap_exchanges(self) -> bool:
-        """Return True if ``pipeline.overlap_exchanges`` has an effect."""
+    def can_overlap_dispatch(self) -> bool:
+        """Return True if ``pipeline.overlap_dispatch`` has an effect."""
         has_turns = self.job.parallel.ep_dispatch in ("alltoall", "padded")
         return self.schedule_name == "DualPipeV" and self.ep > 1 and has_turns
 
