@@ -13,8 +13,8 @@ the order of that list, and know no technique by name:
 
 A stop abandons the passes: then `abandon` is called instead of `end_passes` and what follows.  The
 loop may also compute a step twice, or not apply it: then `update` is not called.  So only `update`
-may change weights for good.  `weft verify` calls all but `measure`, the planner's trace all but
-`reduce` and `measure`.
+may change weights for good.  `weft verify` does not call `measure` and `fields`, the planner's
+trace neither these nor `reduce`.
 """
 
 from __future__ import annotations
