@@ -125,7 +125,11 @@ BFLOAT16 = [
     ("monitor.router_metrics", "true"),
     ("train.global_batch_size", "4"),
 ]
-COMPILED = ["dp_shard2 ep=2", "dp_shard2 activation_checkpoint.mode=selective"]
+COMPILED = [
+    "dp_shard2 ep=2",
+    "dp_shard2 ep=2 precision.compute_dtype=float32",
+    "dp_shard2 activation_checkpoint.mode=selective",
+]
 COMPILED_EXTRA = [
     "dp_shard2 ep=2 activation_checkpoint.mode=full",
     "dp_shard2 activation_checkpoint.mode=full",
@@ -182,11 +186,18 @@ def compiled_differences(jobs: list[Overrides], store: str, cache: str) -> list[
 
 
 def check_compiled(layouts: list[str], store: Path, cache: Path) -> None:
+    """Compare compiled and eager gradients.
+
+    With ``ep``, graphs break between the router, the experts and the shared experts, and the three
+    gradients of their input are summed in another order than in eager mode.  That is exact to
+    rounding only, so bfloat16 has a limit of eight units (2^-8) there.
+    """
     jobs = [[*MODEL, *BFLOAT16, *parse(layout)[1]] for layout in layouts]
     args = [jobs, str(store), str(cache)]
     for results in run_ranks(compiled_differences, 2, *args, timeout=500):
         for layout, (error, name) in zip(layouts, results, strict=True):
-            assert error <= 1e-5, (layout, name, error)
+            sums_differ = "ep=2" in layout and "float32" not in layout
+            assert error <= (2**-5 if sums_differ else 1e-5), (layout, name, error)
 
 
 @pytest.mark.slow
