@@ -843,7 +843,7 @@ class _Comparison:
                     continue
                 if ".lora_B" in name:
                     if value.any():
-                        yield Departure("initial", f"{name} is not 0", "parallel/lora.py")
+                        yield Departure("initial", f"{name} is not 0", "parallel/lora/adapters.py")
                     continue
                 std, edge = 0.02, 3.0
                 if "o_proj" in name or "down_proj" in name:
@@ -1202,7 +1202,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 def _module_of(name: str, job: Job) -> str:
     """Return the module of weft that computes with a parameter."""
     if "lora_" in name or (job.lora.rank and "proj" in name):
-        return "parallel/lora.py"
+        return "parallel/lora/adapters.py"
     if job.precision.float8 != "none" and "proj" in name:
         return "parallel/float8.py"
     if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp." in name):

@@ -45,6 +45,8 @@ FOR_EXTRAS = {
     "weft.parallel.float8_tensor_parallel",
     "weft.inference.lm_eval_model",
 }
+# Techniques that are a directory.
+DOORS = ("weft.parallel.lora",)
 NAME = re.compile(r"(weft(?:\.\w+)+)(?::\w+)?")
 
 
@@ -113,6 +115,19 @@ def test_imports_have_no_cycle() -> None:
     while free := {name for name, needs in remaining.items() if not needs & set(remaining)}:
         remaining = {name: needs for name, needs in remaining.items() if name not in free}
     assert remaining == {}
+
+
+def test_code_outside_of_a_technique_imports_only_its_door() -> None:
+    """The ``__init__`` of such a directory exports what others use; the files in it are its own."""
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules().items()
+        for door in DOORS
+        if not f"{module}.".startswith(f"{door}.")
+        for name in modules_of_weft(path)
+        if name.startswith(f"{door}.")
+    ]
+    assert wrong == []
 
 
 def test_modules_import_only_the_dependencies_of_the_plain_installation() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.conversion.test_peft_export import check, export, ignore, load_in_peft, logits, write_run
 from tests.conversion.test_vocabulary_growth import CONSOLE, NEW, chat_file, write_model
-from tests.parallel.test_dora import check_gradients_with_peft
+from tests.parallel.lora.test_dora import check_gradients_with_peft
 from weft.conversion.adapter_path import adopt_paths
 from weft.conversion.export_proof import make_language_model
 from weft.conversion.hf_import import import_model

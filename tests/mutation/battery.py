@@ -582,9 +582,9 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "offload": _key("parallel/activation_offload.py", activation_checkpoint__offload="true"),
     "chunks": _key("training/loss.py"),
-    "lora": _key("parallel/lora.py", lora__rank="4"),
+    "lora": _key("parallel/lora/adapters.py", lora__rank="4"),
     "nf4": _key(
-        "parallel/lora.py",
+        "parallel/lora/adapters.py",
         lora__rank="4",
         lora__quantize="nf4",
         model__dim="256",

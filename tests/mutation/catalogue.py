@@ -69,11 +69,11 @@ MESH = (
     "parallel/data_parallel.py",
 )
 ADAPTERS = (
-    "parallel/lora.py",
-    "parallel/lora_layers.py",
+    "parallel/lora/adapters.py",
+    "parallel/lora/adapted_layers.py",
     "parallel/quantized.py",
-    "parallel/dora.py",
-    "parallel/lora_dropout.py",
+    "parallel/lora/dora.py",
+    "parallel/lora/dropout.py",
     "parallel/token_keys.py",
     "parallel/float8_frozen.py",
     "planning/lora_plan.py",
@@ -2725,7 +2725,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "adapters are not scaled",
-        "parallel/lora_layers.py",
+        "parallel/lora/adapted_layers.py",
         "self.lora_B(hidden * self.scaling, *counts)",
         "self.lora_B(hidden, *counts)",
         ADAPTERS,
@@ -2733,7 +2733,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "an adapter has one rank's gradient",
-        "parallel/lora.py",
+        "parallel/lora/adapters.py",
         "b = partial_grad if",
         'b = TensorParallelSpec("replicated") if',
         (*ADAPTERS, "parallel/tensor_parallel.py"),
@@ -2757,7 +2757,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "DoRA's norm ignores the mixed term",
-        "parallel/dora.py",
+        "parallel/lora/dora.py",
         "after = before + 2 * scaling * mixed",
         "after = before + scaling * mixed",
         ADAPTERS,
@@ -2765,7 +2765,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "DoRA's norm is that of one rank's inputs",
-        "parallel/dora.py",
+        "parallel/lora/dora.py",
         "squares = sum_over_ranks(squares, input_group)",
         "squares = squares * input_group.size()",
         ADAPTERS,
@@ -2773,7 +2773,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "DoRA scales by the norm without the adapter",
-        "parallel/dora.py",
+        "parallel/lora/dora.py",
         "scale: Tensor = (before + magnitude) / after",
         "scale: Tensor = (before + magnitude) / before",
         ADAPTERS,
@@ -2789,7 +2789,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "ranks drop the same of their inputs",
-        "parallel/lora_dropout.py",
+        "parallel/lora/dropout.py",
         "return [chunk_range(layer.in_features, group.size(), group.rank())]",
         "return [chunk_range(layer.in_features, group.size(), 0)]",
         ADAPTERS,
@@ -2821,7 +2821,7 @@ FAULTS: list[Fault] = [
     Fault(
         "swapped tensors",
         "experts share the lengths of their rows",
-        "parallel/dora.py",
+        "parallel/lora/dora.py",
         "scale = repeat_for_rows(scale, counts_E, len(out))",
         "scale = scale[:1].expand(len(out), -1)",
         ADAPTERS,
@@ -2853,7 +2853,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "what dropout keeps is not scaled",
-        "parallel/lora_dropout.py",
+        "parallel/lora/dropout.py",
         "chunk * (1 / (1 - probability))",
         "chunk",
         ADAPTERS,
@@ -2877,7 +2877,7 @@ FAULTS: list[Fault] = [
     Fault(
         "swapped tensors",
         "the merged head swaps the factor of a tied table",
-        "parallel/lora_embedding.py",
+        "parallel/lora/embedding.py",
         "self.weight + self.scaling * a_VR @ b_DR.t()",
         "self.weight - self.scaling * a_VR @ b_DR.t()",
         ADAPTERS,

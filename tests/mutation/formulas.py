@@ -1990,7 +1990,11 @@ def check_export() -> None:
         ours = load_unsharded(find_checkpoint(home / "again"), torch.device("cpu")).eval()
         with torch.no_grad():
             tuned = ours(tokens)
-        expect((tuned - expected).abs().max() > 0.02, "adapters do nothing", "parallel/lora.py")
+        expect(
+            (tuned - expected).abs().max() > 0.02,
+            "adapters do nothing",
+            "parallel/lora/adapters.py",
+        )
         export_checkpoint(home / "again", home / "merged", "float32", "5GB", silent)
         merged = AutoModelForCausalLM.from_pretrained(home / "merged", dtype=torch.float32)
         with torch.no_grad():
@@ -2015,7 +2019,7 @@ def check_export() -> None:
 def check_expert_adapters() -> None:
     """Compare experts' adapters with dense gradients, with PEFT, and with a fixed router."""
     from tests.conversion import test_peft_export as exports
-    from tests.parallel import test_lora_experts as experts
+    from tests.parallel.lora import test_expert_adapters as experts
 
     def run(module: str, function: Callable[..., Any], *args: Any) -> None:
         try:
@@ -2023,7 +2027,7 @@ def check_expert_adapters() -> None:
         except Exception as error:
             expect(False, f"{function.__name__}: {error}", module)
 
-    module = "parallel/lora.py"
+    module = "parallel/lora/adapters.py"
     run(module, experts.test_quantized_experts_equal_products_of_dequantized_matrices, "nf4")
     for case in (("gpt_oss", False), ("moe", True)):
         run(module, experts.test_adapter_gradients_follow_from_those_of_the_merged_weights, *case)
@@ -2049,7 +2053,7 @@ def check_expert_adapters() -> None:
 def check_expert_dropout() -> None:
     """Compare gradients of adapters in layouts that split tokens, experts or neither."""
     from tests.layouts import parse, size
-    from tests.parallel import test_lora_experts as experts
+    from tests.parallel.lora import test_expert_adapters as experts
     from tests.small import gradients
 
     for model, layouts in {

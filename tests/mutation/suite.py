@@ -45,16 +45,16 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/token_split.py",
         "parallel/test_context_parallel.py -k shard_sequence",
     ),
-    "unit: masks of dropout": ("parallel/lora_dropout.py", "parallel/test_lora_dropout.py -k mask"),
-    "run: masks of dropout": ("parallel/lora_dropout.py", "parallel/test_lora_dropout.py -k steps"),
+    "unit: masks of dropout": ("parallel/lora/dropout.py", "parallel/lora/test_dropout.py -k mask"),
+    "run: masks of dropout": ("parallel/lora/dropout.py", "parallel/lora/test_dropout.py -k steps"),
     "unit: products of experts": (
         "models/layers.py",
         "models/test_moe.py::test_grouped_linear_equals_a_loop_over_experts",
     ),
     "run: learning rates of adapters": ("planning/lora_plan.py", "optim/test_lora_plus.py"),
     "run: adapters of embedding and head": (
-        "parallel/lora_embedding.py",
-        "parallel/test_lora_embedding.py -k changed_table",
+        "parallel/lora/embedding.py",
+        "parallel/lora/test_embedding.py -k changed_table",
     ),
     "unit: float8 experts": ("parallel/float8_experts.py", "parallel/test_float8_experts.py"),
     "unit: frozen float8 matrices": (
@@ -82,7 +82,7 @@ SUITE: dict[str, tuple[str, str]] = {
     ),
     "ranks: adapters of a tied table": (
         "parallel/tied_parameters.py",
-        "parallel/test_lora_embedding.py -k layouts",
+        "parallel/lora/test_embedding.py -k layouts",
     ),
     "ranks: float8 scales": ("parallel/float8.py", "parallel/test_float8.py -k scales"),
     "ranks: passes that defer gradients": (

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
 from tests.layouts import one_process, parse
+from tests.parallel.lora.test_adapters import adapter_gradients, many_adapter_gradients
 from tests.parallel.test_float8 import (
     ALMOST,
     EQUAL,
@@ -23,7 +24,6 @@ from tests.parallel.test_float8 import (
     rounded,
 )
 from tests.parallel.test_layouts import distance
-from tests.parallel.test_lora import adapter_gradients, many_adapter_gradients
 from tests.small import Overrides, merged, small_job
 from weft.config.errors import InvalidConfig
 from weft.parallel.float8_frozen import frozen_float8_linear

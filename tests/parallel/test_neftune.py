@@ -19,9 +19,9 @@ from tests.layouts import (
     size,
     slow_layouts,
 )
+from tests.parallel.lora.test_adapters import many_adapter_gradients
+from tests.parallel.lora.test_dropout import keys
 from tests.parallel.test_layouts import MODEL, TOLERANCE, distance
-from tests.parallel.test_lora import many_adapter_gradients
-from tests.parallel.test_lora_dropout import keys
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from tests.training.test_objectives import CHAT
 from weft.config.schema import DataSection

@@ -53,10 +53,9 @@ from weft.inference.inference_model import (
 from weft.models.family import Family
 from weft.models.hf_fields import HFMapping, StackedExperts
 from weft.models.hf_mapping import get_hf_mapping, param_shapes
-from weft.parallel.dora import row_squares
-from weft.parallel.lora_rows import TABLES
+from weft.parallel.lora import row_squares
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix
-from weft.planning.lora_plan import lora_scaling
+from weft.planning.lora_plan import TABLES, lora_scaling
 from weft.planning.matrices import list_matrices
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

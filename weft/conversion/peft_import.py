@@ -50,8 +50,7 @@ from weft.conversion.peft_pairs import Pair, list_places, read_tensor
 from weft.inference.inference_model import is_mtp_weight
 from weft.models.family import Family
 from weft.models.hf_mapping import get_hf_mapping, param_shapes, printable
-from weft.parallel.lora_rows import TABLES
-from weft.planning.lora_plan import row_tables
+from weft.planning.lora_plan import TABLES, row_tables
 from weft.planning.matrices import list_matrices
 from weft.planning.vocabulary import round_rows
 
@@ -148,7 +147,7 @@ class Adapter(NamedTuple):
 
 
 def _read_change(lengths: Weight, weight: Weight, name: str) -> Iterator[Tensor]:
-    """Yield what weft trains: see `weft.parallel.dora`."""
+    """Yield what weft trains: see `weft.parallel.lora.dora`."""
     measure = column_lengths if name == "embed_tokens" else row_lengths
     yield torch.cat([*lengths.read()]).float() - measure(weight)
 

@@ -30,8 +30,7 @@ from weft.config.schema import Job, LoraSection, replace
 from weft.models import Family, load_family
 from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import allocate
-from weft.parallel.lora import apply_lora
-from weft.parallel.lora_rows import TokenRows, find_head_with_rows
+from weft.parallel.lora import TokenRows, apply_lora, find_head_with_rows
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.planning.matrices import list_matrices
 from weft.planning.model_config import NO_MTP, resolve_section

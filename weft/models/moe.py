@@ -225,7 +225,7 @@ class Experts(nn.Module):
         """Map ``[R, D]`` to ``[R, D]``.
 
         ``counts``: int64 ``[E]``, expert e takes the next ``counts[0][e]`` rows; and, for layers
-        with dropout, the keys of the rows (`weft.parallel.lora_dropout`).
+        with dropout, the keys of the rows (`weft.parallel.lora.dropout`).
         """
         gate_RF, up_RF = self.gate_proj(x_RD, *counts), self.up_proj(x_RD, *counts)
         if self.limit:  # gpt-oss

@@ -1,7 +1,7 @@
 """Turn a single-device model into this rank's shard of it.
 
 Models in `weft.models` have no process group and no parallel branch.  `parallelize_model` applies
-every technique to them from outside, in place.  Each technique is a file of this directory, and the
+every technique to them from outside, in place.  Each technique is a file or directory here, and the
 comment at each step says why the step has this position.  `weft.training.setup` calls
 `build_model_parts`, then allocates and initializes the parameters.
 """
@@ -200,7 +200,7 @@ def _add_random_bits(
 
     token_keys, tp_rank = read_token_keys(model, plan.seed), mesh.coordinates["tp"]
     if plan.lora_rank and (probability := plan.job.lora.dropout):
-        from weft.parallel.lora_dropout import add_lora_dropout
+        from weft.parallel.lora import add_lora_dropout
 
         add_lora_dropout(model, blocks, probability, plan, tp_rank, token_keys)
     if plan.job.train.neftune_alpha:
@@ -233,7 +233,7 @@ def _shard_tensors(
         joint_products=plan.async_tp and not plan.splits_backward,
     )
     if plan.lora_rank and plan.job.lora.token_ids:
-        from weft.parallel.lora_rows import shard_token_rows
+        from weft.parallel.lora import shard_token_rows
 
         shard_token_rows(model, mesh.param_mesh["tp"], plan.model.vocab_size)
 

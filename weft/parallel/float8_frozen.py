@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from weft.models.layers import add_bias, run_function
 from weft.parallel.float8 import get_converter, import_quietly, without_warnings
-from weft.parallel.lora_layers import FrozenLinear
 from weft.parallel.quantized import dequantize_matrix
 
 # (values [..., K], matrix [N, K]) -> [..., N]
@@ -29,7 +28,7 @@ Product = Callable[[Tensor, Any], Tensor]
 
 
 @cache  # one function for all layers, so that the compiler sees that blocks are alike
-def frozen_float8_linear(recipe: str, emulate: bool) -> FrozenLinear:
+def frozen_float8_linear(recipe: str, emulate: bool) -> Callable[..., Tensor]:
     """Return a function like `weft.models.layers.linear`, in float8.
 
     Its attribute ``layer`` is a float8 layer with the configuration of the products.

@@ -100,7 +100,7 @@ def apply_tensor_parallel(
             parent = modules[name.rpartition(".")[0]]
             _shard_parameters(module, parent, spec, mesh, config, sequence_parallel)
         if spec.weight in ("row", "vocabulary"):
-            module.input_group = group  # see `weft.parallel.dora`
+            module.input_group = group  # see `weft.parallel.lora.dora`
         has_multiply = spec.input_comm == "gather" and _calls_multiply(module)
         layers = rows = [module]  # next to the exchanges before and after the matmuls
         if has_multiply:
@@ -260,7 +260,7 @@ def _shard_parameters(
     # The last dims are outputs and inputs (or blocks of inputs, and their bytes:
     # `weft.parallel.lora`).  The stacked weight of experts has one more dim before them.
     dim = max(0, full.dim() - (2 if full.is_floating_point() else 3)) + (kind == "row")
-    dim = vars(module).get("output_dim", dim)  # of `weft.parallel.dora`
+    dim = vars(module).get("output_dim", dim)  # of `weft.parallel.lora.dora`
     for name, param in list(module.named_parameters(recurse=False)):
         placement: Placement = Replicate()
         part, local = _LocalPart(), param.data

@@ -20,8 +20,9 @@ from weft.planning.matrices import Matrix, list_matrices
 from weft.planning.plan import Plan
 
 BLOCK_NAME = re.compile(r"layers\.(\d+)\.")
+TABLES = ("embed_tokens", "lm_head")
 QUANT_BLOCK_SIZE = 64  # neighbors in a row of a quantized matrix that share a scale
-# Bytes of a block and its scale: see `weft.parallel.lora`.
+# Bytes of a block and its scale: see `weft.parallel.quantized`.
 QUANT_BLOCK_BYTES = {"nf4": 32 + 4, "int8": 64 + 4}
 
 

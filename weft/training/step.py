@@ -30,7 +30,7 @@ from weft.parallel.compile import RunCompiled, run_compiled
 from weft.parallel.context_parallel import TokenShards, gather_values
 from weft.parallel.cuda_graphs import CudaDevice, MicrobatchGraphs
 from weft.parallel.data_parallel import reshard, set_gradient_sync
-from weft.parallel.lora_rows import TokenRows, find_head_with_rows
+from weft.parallel.lora import TokenRows, find_head_with_rows
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline_parallel import build_pipeline_schedule
 from weft.parallel.private import run_schedule, use_forward_only_order, wrap_pipeline_actions

@@ -1,11 +1,4 @@
-"""LoRA (arXiv:2106.09685): trained adapters of frozen, maybe quantized matrices.
-
-    out = x W^T + alpha / rank * (x A^T) B^T        A [rank, inputs], B [outputs, rank]
-
-Only A and B are trained.  As in PEFT, A starts uniform (Kaiming) and B with zeros, so the model
-starts unchanged.  All other weights are frozen in the compute dtype, because no optimizer
-accumulates small updates in them.  Those of the blocks may be quantized.  Embedding and head may be
-trained in full (``lora.modules_to_save``), or some of their rows (`weft.parallel.lora_rows`).
+"""Freeze a model and give it adapters.
 
 A `LoraLinear` replaces a linear layer and keeps its ``weight``.  A and B are its submodules
 `lora_A` and `lora_B`, the names of PEFT.  So FSDP, checkpoints and the optimizer see ordinary
@@ -22,8 +15,6 @@ sharded by inputs, A is sharded like W and B is replicated.  This adds no collec
 after a *row* matmul is linear in the partial outputs, and the input of a *column* matmul is
 complete.  The gradient of the replicated factor is a partial sum on each rank: *partial_grad*
 (`weft.models.family.TensorParallelSpec`).
-
-*Quantized and float8 matrices*: see `weft.parallel.quantized` and `weft.parallel.float8_frozen`.
 """
 
 from __future__ import annotations
@@ -38,17 +29,21 @@ from torch import nn
 from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
 from weft.models.layers import linear
-from weft.parallel.lora_layers import FrozenLinear, LoraExpertLinear, LoraLinear
-from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, is_target
+from weft.parallel.lora.adapted_layers import FrozenLinear, LoraExpertLinear, LoraLinear
+from weft.parallel.lora.dora import DoraExpertLinear, DoraLinear
+from weft.parallel.lora.embedding import LoraEmbedding
+from weft.parallel.lora.token_rows import add_token_rows
+from weft.parallel.quantized import quantized_linear
+from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE, TABLES, is_target
 from weft.planning.matrices import find_linear_layers
 from weft.planning.plan import Plan
 
 ADAPTER_INIT = {
     "lora_A": Init("fan_in"),
     "lora_B": Init("zeros"),
-    "lora_magnitude": Init("zeros"),  # of `weft.parallel.dora`
-    "lora_rows": Init("zeros"),  # of `weft.parallel.lora_rows`
-    "lora_embedding_A": Init("zeros"),  # of `weft.parallel.lora_embedding`
+    "lora_magnitude": Init("zeros"),  # of `weft.parallel.lora.dora`
+    "lora_rows": Init("zeros"),  # of `weft.parallel.lora.token_rows`
+    "lora_embedding_A": Init("zeros"),  # of `weft.parallel.lora.embedding`
     "lora_embedding_B": Init("truncated_normal", 1.0),
 }
 
@@ -106,18 +101,12 @@ def apply_lora(
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
     if section.token_ids:
-        from weft.parallel.lora_rows import TABLES, add_token_rows
-
         others = {*section.targets, *section.modules_to_save}
         add_token_rows(model, [n for n in TABLES if n not in others], section.token_ids)
     in_blocks: FrozenLinear = linear
     if quantized:
-        from weft.parallel.quantized import quantized_linear
-
         in_blocks = quantized_linear
     for name in outer.keys() - layers.keys():
-        from weft.parallel.lora_embedding import LoraEmbedding
-
         embedding: Any = outer[name]
         model.set_submodule(name, LoraEmbedding(embedding, section))
     for name, layer in layers.items():
@@ -125,8 +114,6 @@ def apply_lora(
         target = section if is_target(name, section) else None
         kind = LoraLinear if isinstance(layer, nn.Linear) else LoraExpertLinear
         if section.dora and target is not None:
-            from weft.parallel.dora import DoraExpertLinear, DoraLinear
-
             kind = DoraLinear if isinstance(layer, nn.Linear) else DoraExpertLinear
         model.set_submodule(name, kind(layer, target, linears.get(name, product)))
 

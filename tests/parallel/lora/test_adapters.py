@@ -23,8 +23,8 @@ from weft.models import load_family
 from weft.models.decoder_costs import num_matmul_params
 from weft.models.families.llama import PRESETS
 from weft.models.family import Init
-from weft.parallel import lora
-from weft.parallel.lora_layers import LoraLinear
+from weft.parallel.lora.adapted_layers import LoraLinear
+from weft.parallel.lora.adapters import ADAPTER_INIT, apply_lora
 from weft.parallel.quantized import NF4, dequantize_matrix, quantize_matrix, quantized_linear
 from weft.planning.lora_plan import QUANT_BLOCK_BYTES, QUANT_BLOCK_SIZE
 from weft.planning.plan import Machine, Plan
@@ -47,14 +47,14 @@ TOLERANCE = 2e-5 if torch.__version__.startswith("2.11") else 1e-5
 def adapter_gradients(overrides: Overrides, store: str) -> dict[str, Any]:
     """Run `gradients` with a non-zero B, so that A has gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
+        patch.setitem(ADAPTER_INIT, "lora_B", Init("fan_in"))
         return gradients(overrides, store)
 
 
 def many_adapter_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     """Run `many_gradients` with a non-zero B."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
+        patch.setitem(ADAPTER_INIT, "lora_B", Init("fan_in"))
         result = many_gradients(jobs, store)
     assert all(name.rpartition(".lora_")[1] for tensor in result for name in tensor["grads"])
     return result
@@ -188,7 +188,7 @@ def test_lora_gradients_equal_plain_implementation() -> None:
     model, plain = family.build(config), family.build(config)
     plain.load_state_dict(model.state_dict())
     section = small_job(("lora.rank", "4"), ("lora.alpha", "12")).lora
-    lora.apply_lora(model, family.blocks(model), section, torch.float32)
+    apply_lora(model, family.blocks(model), section, torch.float32)
     tokens_BT = torch.randint(config.vocab_size, (2, 16))
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -357,7 +357,7 @@ def test_lora_quantized_block_memory_is_small() -> None:
         with torch.device("meta"):
             model = family.build(PRESETS["8b"].model_copy(update={"num_layers": 1}))
         section = small_job(("lora.rank", "16"), ("lora.quantize", quantize)).lora
-        lora.apply_lora(model, family.blocks(model), section, torch.bfloat16)
+        apply_lora(model, family.blocks(model), section, torch.bfloat16)
         (block,) = family.blocks(model)
         size[quantize] = sum(p.nbytes for p in block.parameters() if not p.requires_grad)
     assert size["nf4"] < 0.3 * size["none"]

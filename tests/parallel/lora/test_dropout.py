@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.harness import run_ranks
 from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
+from tests.parallel.lora.test_adapters import TOLERANCE, WIDE, many_adapter_gradients
 from tests.parallel.test_activation_checkpoint import find_differing
 from tests.parallel.test_layouts import distance
-from tests.parallel.test_lora import TOLERANCE, WIDE, many_adapter_gradients
 from tests.small import Overrides, loader_of, plan_here, small_job, this_rank
 from weft.parallel.initialization import GOLDEN, mix_bits
-from weft.parallel.lora_dropout import AdapterDropout, apply_mask, is_kept
-from weft.parallel.lora_layers import LoraLayer
+from weft.parallel.lora.adapted_layers import LoraLayer
+from weft.parallel.lora.dropout import AdapterDropout, apply_mask, is_kept
 from weft.training.setup import build
 
 DROPOUT: Overrides = [*WIDE, ("lora.dropout", "0.2"), ("lora.alpha", "6")]

@@ -30,7 +30,7 @@ class LoraLayer(nn.Module):
     bias: Any
     lora_A: nn.Module | None
     scaling: float
-    dropout: nn.Module | None  # of `weft.parallel.lora_dropout`
+    dropout: nn.Module | None  # of `weft.parallel.lora.dropout`
 
     def __init__(self, layer: Linear, section: LoraSection | None, linear: FrozenLinear) -> None:
         nn.Module.__init__(self)

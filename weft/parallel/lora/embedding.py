@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.schema import LoraSection
-from weft.parallel.dora import Magnitude, magnitude_scale
+from weft.parallel.lora.dora import Magnitude, magnitude_scale
 from weft.planning.lora_plan import lora_scaling
 
 

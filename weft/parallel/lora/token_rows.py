@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.planning.lora_plan import TABLES
 from weft.planning.shard_sizes import chunk_range
-
-TABLES = ("embed_tokens", "lm_head")
 
 
 class TokenRows(nn.Module):

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from tests.conversion.test_peft_export import check, export, load_in_peft, logits, write_run
 from tests.layouts import check_many, group_by_ranks, many_gradients, parse, size, slow_layouts
 from tests.models.test_families import EAGER
-from tests.parallel.test_lora import TOLERANCE, WIDE
+from tests.parallel.lora.test_adapters import TOLERANCE, WIDE
 from tests.small import Overrides, small_job
 from weft.config.errors import InvalidConfig
 from weft.inference.inference_model import load_unsharded
 from weft.models.family import Init
-from weft.parallel import lora
-from weft.parallel.dora import DoraLinear, row_squares
-from weft.parallel.lora import apply_lora
+from weft.parallel.lora.adapters import ADAPTER_INIT, apply_lora
+from weft.parallel.lora.dora import DoraLinear, row_squares
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix
 from weft.planning.plan import Machine
 from weft.planning.resolve import resolve
@@ -194,8 +193,8 @@ def test_dora_of_experts_is_exported_merged(kind: str, tmp_path: Path) -> None:
 def many_dora_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     """Run `many_gradients` with a random B and random changes of the magnitudes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("truncated_normal", 0.1))
-        patch.setitem(lora.ADAPTER_INIT, "lora_magnitude", Init("truncated_normal", 0.1))
+        patch.setitem(ADAPTER_INIT, "lora_B", Init("truncated_normal", 0.1))
+        patch.setitem(ADAPTER_INIT, "lora_magnitude", Init("truncated_normal", 0.1))
         result = many_gradients(jobs, store)
     assert all(name.rpartition(".lora_")[1] for tensor in result for name in tensor["grads"])
     assert any("lora_magnitude" in name for name in result[0]["grads"])

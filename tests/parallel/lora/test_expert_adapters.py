@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from tests.layouts import check_many, group_by_ranks, parse, size
+from tests.parallel.lora.test_adapters import many_adapter_gradients
 from tests.parallel.test_expert_parallel import MODEL
-from tests.parallel.test_lora import many_adapter_gradients
 from tests.small import Overrides, losses, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import LoraSection
@@ -23,9 +23,9 @@ from weft.models.family import Init
 from weft.models.layers import grouped_linear
 from weft.models.moe import ExpertLinear, moe_layers
 from weft.optim.balance import ExpertBalancer
-from weft.parallel.lora import ADAPTER_INIT, apply_lora
-from weft.parallel.lora_dropout import apply_lora_dropout, is_kept
-from weft.parallel.lora_layers import LoraExpertLinear, LoraLayer
+from weft.parallel.lora.adapted_layers import LoraExpertLinear, LoraLayer
+from weft.parallel.lora.adapters import ADAPTER_INIT, apply_lora
+from weft.parallel.lora.dropout import apply_lora_dropout, is_kept
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix, quantized_linear
 from weft.parallel.step_hook import find_hook
 from weft.planning.lora_plan import is_target, lora_scaling, training_cost

@@ -21,15 +21,14 @@ from tests.layouts import (
     size,
     slow_layouts,
 )
-from tests.parallel.test_lora import TOLERANCE
+from tests.parallel.lora.test_adapters import TOLERANCE
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.models import load_family
 from weft.models.families.llama import PRESETS
 from weft.models.family import Init
-from weft.parallel import lora
-from weft.parallel.lora import apply_lora
+from weft.parallel.lora.adapters import ADAPTER_INIT, apply_lora
 from weft.planning.optim_rules import trainable_names
 from weft.planning.plan import Machine
 from weft.planning.resolve import resolve
@@ -52,7 +51,7 @@ def many_row_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]
     """Run `many_gradients` with random changes."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("lora_B", "lora_rows"):
-            patch.setitem(lora.ADAPTER_INIT, name, Init("truncated_normal", 0.1))
+            patch.setitem(ADAPTER_INIT, name, Init("truncated_normal", 0.1))
         result = many_gradients(jobs, store)
     trained = ("embed_tokens.lora_rows.weight", "embed_tokens.weight")
     assert dist.get_rank() or any(name in result[0]["grads"] for name in trained)

@@ -22,16 +22,15 @@ from tests.layouts import (
     size,
     slow_layouts,
 )
-from tests.parallel.test_dora import check_gradients_with_peft
-from tests.parallel.test_lora import TOLERANCE
+from tests.parallel.lora.test_adapters import TOLERANCE
+from tests.parallel.lora.test_dora import check_gradients_with_peft
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.errors import InvalidConfig
 from weft.models import load_family
 from weft.models.families.llama import PRESETS
 from weft.models.family import Init
-from weft.parallel import lora
-from weft.parallel.lora import apply_lora
+from weft.parallel.lora.adapters import ADAPTER_INIT, apply_lora
 from weft.planning.plan import Machine
 from weft.planning.resolve import resolve
 from weft.training.setup import build
@@ -51,7 +50,7 @@ def many_embedding_gradients(jobs: list[Overrides], store: str) -> list[dict[str
     """Run `many_gradients` with random factors."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("lora_B", "lora_magnitude", "lora_embedding_A", "lora_embedding_B"):
-            patch.setitem(lora.ADAPTER_INIT, name, Init("truncated_normal", 0.1))
+            patch.setitem(ADAPTER_INIT, name, Init("truncated_normal", 0.1))
         result = many_gradients(jobs, store)
     has_first_stage = dist.get_rank() == 0
     assert not has_first_stage or any("embed_tokens.lora" in name for name in result[0]["grads"])

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from weft.models.layers import run_function
 from weft.models.moe import MoE
-from weft.parallel.lora_layers import LoraLayer
+from weft.parallel.lora.adapted_layers import LoraLayer
 from weft.parallel.token_keys import (
     TokenKeys,
     column_keys,

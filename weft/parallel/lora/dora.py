@@ -31,7 +31,7 @@ from weft.config.schema import LoraSection
 from weft.models.layers import add_bias, repeat_for_rows
 from weft.models.moe import ExpertLinear
 from weft.parallel.collectives import sum_over_ranks
-from weft.parallel.lora_layers import FrozenLinear, LoraExpertLinear, LoraLayer, LoraLinear
+from weft.parallel.lora.adapted_layers import FrozenLinear, LoraExpertLinear, LoraLayer, LoraLinear
 from weft.parallel.quantized import dequantize_matrix
 from weft.planning.matrices import Linear
 
