@@ -1204,7 +1204,7 @@ def _module_of(name: str, job: Job) -> str:
     if "lora_" in name or (job.lora.rank and "proj" in name):
         return "parallel/lora/adapters.py"
     if job.precision.float8 != "none" and "proj" in name:
-        return "parallel/float8.py"
+        return "parallel/float8/linear_layers.py"
     if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp." in name):
         return "models/moe.py"
     if ("proj" in name and "self_attn" in name) or "sinks" in name:

@@ -41,12 +41,12 @@ ORDER = (
 )
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 FOR_EXTRAS = {
-    "weft.parallel.float8_experts",
-    "weft.parallel.float8_tensor_parallel",
+    "weft.parallel.float8.experts",
+    "weft.parallel.float8.sequence_gather",
     "weft.inference.lm_eval_model",
 }
 # Techniques that are a directory.
-DOORS = ("weft.parallel.lora",)
+DOORS = ("weft.parallel.float8", "weft.parallel.lora")
 NAME = re.compile(r"(weft(?:\.\w+)+)(?::\w+)?")
 
 

@@ -420,13 +420,13 @@ def test_fault_dropped_prefetch_is_found() -> None:
 
 
 CAST_AFTER_CAST = """
-from weft.parallel import float8_tensor_parallel
-gather = float8_tensor_parallel._gather
+from weft.parallel.float8 import sequence_gather
+gather = sequence_gather._gather
 def gather_and_copy(*args):
     x = gather(*args)
     x._data = x._data.float().to(x._data.dtype)
     return x
-float8_tensor_parallel._gather = gather_and_copy
+sequence_gather._gather = gather_and_copy
 """
 
 

@@ -497,7 +497,7 @@ def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
     if result is None:
         return None
     location, text, module = result
-    if module == "parallel/float8.py":
+    if module == "parallel/float8/linear_layers.py":
         # float8 does not cause a difference that exists without it.
         [plain] = run_ranks(_first_departure, 1, name, "", timeout=timeout)
         location, text, module = plain or result
@@ -617,7 +617,9 @@ TECHNIQUES: dict[str, Technique] = {
         "parallel/whole_experts.py", parallel__etp="1", model__router_aux_loss_coef="1"
     ),
     "float8": _key(
-        "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"
+        "parallel/float8/linear_layers.py",
+        precision__float8="tensorwise",
+        precision__float8_small="true",
     ),
     "bfloat16": _key("parallel/data_parallel.py", precision__compute_dtype="bfloat16"),
 }

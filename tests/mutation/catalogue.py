@@ -53,7 +53,7 @@ SHARDS = (
     "parallel/apply.py",
     "parallel/private.py",
 )
-FLOAT8_EXPERTS = ("models/moe.py", "parallel/float8.py", "parallel/private.py")
+FLOAT8_EXPERTS = ("models/moe.py", "parallel/float8/linear_layers.py", "parallel/private.py")
 STAGES = (
     "parallel/pipeline_parallel.py",
     "parallel/weight_gradients.py",
@@ -75,7 +75,7 @@ ADAPTERS = (
     "parallel/lora/dora.py",
     "parallel/lora/dropout.py",
     "parallel/token_keys.py",
-    "parallel/float8_frozen.py",
+    "parallel/float8/frozen_linear.py",
     "planning/lora_plan.py",
     "conversion/peft_export.py",
 )
@@ -2741,7 +2741,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "a frozen float8 product takes the weight's gradient scales",
-        "parallel/float8_frozen.py",
+        "parallel/float8/frozen_linear.py",
         "return backward_product(grad, _unpack(weight, grad.dtype).t()), None",
         "return forward_product(grad, _unpack(weight, grad.dtype).t()), None",
         ADAPTERS,
@@ -2749,7 +2749,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dequantization",
         "frozen float8 scales are those of columns",
-        "parallel/float8_frozen.py",
+        "parallel/float8/frozen_linear.py",
         "cast(matrix_NK.t(), matrix_config, roles.WEIGHT, 0)",
         "cast(matrix_NK.t(), matrix_config, roles.WEIGHT, -1)",
         ADAPTERS,
@@ -3038,31 +3038,31 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "scales of other matrices",
-        "parallel/float8.py",
+        "parallel/float8/weight_gather.py",
         "scales = amax_to_scale(amax, shards[0].dtype, round_scales_to_power_of_2=True)",
         "scales = amax_to_scale(amax.flip(0), shards[0].dtype, round_scales_to_power_of_2=True)",
-        SHARDS,
+        ("parallel/float8/linear_layers.py", *SHARDS),
     ),
     Fault(
         "float8",
         "scales are not reduced over ranks",
-        "parallel/float8.py",
+        "parallel/float8/weight_gather.py",
         "dist.all_reduce(amax, dist.ReduceOp.MAX, group)",
         "pass",
-        SHARDS,
+        ("parallel/float8/linear_layers.py", *SHARDS),
     ),
     Fault(
         "float8",
         "gathered experts are cast with the scales of the first rank's",
-        "parallel/float8.py",
+        "parallel/float8/weight_gather.py",
         "own = slice(len(local) * group.rank(), len(local) * (group.rank() + 1))",
         "own = slice(0, len(local))",
-        SHARDS,
+        ("parallel/float8/linear_layers.py", *SHARDS),
     ),
     Fault(
         "float8",
         "experts share one scale per column",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "(1, 2) if by_expert else (2,))",
         "(1, 2) if by_expert else (1,))",
         FLOAT8_EXPERTS,
@@ -3070,7 +3070,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "rows have the scales of columns",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "(0, 1) if is_tensorwise else (1,))",
         "(0, 1) if is_tensorwise else (0,))",
         FLOAT8_EXPERTS,
@@ -3078,7 +3078,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "groups are moved by one row too many",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "shifts_E = self.starts_E * unit - counts_E.cumsum(0) + counts_E",
         "shifts_E = self.starts_E * unit - counts_E.cumsum(0) + counts_E + 1",
         FLOAT8_EXPERTS,
@@ -3086,7 +3086,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "empty groups have no block",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "sizes_E = (counts_E.clamp(min=1) + unit - 1) // unit",
         "sizes_E = (counts_E + unit - 1) // unit",
         FLOAT8_EXPERTS,
@@ -3094,7 +3094,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "padding rows are ones",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "padded_PC = x_RC.new_zeros(",
         "padded_PC = x_RC.new_ones(",
         FLOAT8_EXPERTS,
@@ -3102,7 +3102,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "columns of all experts share a scale",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         '"amax")[self.group_B]',
         '"amax")[:-1].amax(0).expand_as(amax_BC)',
         FLOAT8_EXPERTS,
@@ -3110,7 +3110,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "kernels read the scales of columns expert by expert in a row",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "return scale_CS[:, self.starts_E].t().flatten()",
         "return scale_CS[:, self.starts_E].flatten()",
         FLOAT8_EXPERTS,
@@ -3118,7 +3118,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "tiles of scales are not in the order of groups",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         "order_MB = start_B * len(tiles_MBT) + row_M1 * size_B + column_B",
         "order_MB = row_M1 * self.num_blocks + start_B + column_B",
         FLOAT8_EXPERTS,
@@ -3126,7 +3126,7 @@ FAULTS: list[Fault] = [
     Fault(
         "float8",
         "high-precision weight gradients are rounded",
-        "parallel/float8_experts.py",
+        "parallel/float8/experts.py",
         """if self.recipe == "rowwise_with_gw_hp":
             return""",
         """if self.recipe == "none":

@@ -56,10 +56,10 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/lora/embedding.py",
         "parallel/lora/test_embedding.py -k changed_table",
     ),
-    "unit: float8 experts": ("parallel/float8_experts.py", "parallel/test_float8_experts.py"),
+    "unit: float8 experts": ("parallel/float8/experts.py", "parallel/float8/test_experts.py"),
     "unit: frozen float8 matrices": (
-        "parallel/float8_frozen.py",
-        "parallel/test_lora_float8.py -k product",
+        "parallel/float8/frozen_linear.py",
+        "parallel/float8/test_frozen_linear.py -k product",
     ),
     "unit: network of NCCL": ("doctor/nccl_log.py", "doctor/test_nccl_log.py"),
     "unit: known failures": (
@@ -84,7 +84,10 @@ SUITE: dict[str, tuple[str, str]] = {
         "parallel/tied_parameters.py",
         "parallel/lora/test_embedding.py -k layouts",
     ),
-    "ranks: float8 scales": ("parallel/float8.py", "parallel/test_float8.py -k scales"),
+    "ranks: float8 scales": (
+        "parallel/float8/weight_gather.py",
+        "parallel/float8/test_linear_layers.py -k scales",
+    ),
     "ranks: passes that defer gradients": (
         "parallel/private.py",
         "parallel/test_weight_gradients.py -k second_half",

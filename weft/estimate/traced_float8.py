@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.estimate.private_trace import replace_mxfp8_kernels
-from weft.parallel.float8 import MX_BLOCK_SIZE
+from weft.planning.matrices import MX_BLOCK_SIZE
 
 
 def trace_mxfp8_casts(enabled: bool) -> AbstractContextManager[None]:

@@ -152,10 +152,10 @@ def _choose_exchanges(
     if not sequence_parallel:
         return copy_to_ranks, sum_over_ranks
     if gathers_float8 and layers:
-        from weft.parallel.float8_tensor_parallel import are_float8, float8_exchanges
+        from weft.parallel.float8 import find_float8_exchanges
 
-        if are_float8(layers):
-            gather, scatter = float8_exchanges(layers[0], group)
+        if exchanges := find_float8_exchanges(layers, group):
+            gather, scatter = exchanges
             # The gradient of a bias is a sum of what backward gathers.
             return gather, scatter if layers[0].bias is None else scatter_sequence
     return gather_sequence, scatter_sequence
@@ -177,13 +177,9 @@ def _find_joint_product(layers: Sequence[Any], gathers_float8: bool) -> JointPro
         return _joint_product
     if not gathers_float8:
         return None
-    from weft.parallel.float8_tensor_parallel import are_float8, joint_float8_product
+    from weft.parallel.float8 import find_joint_float8_product
 
-    if not are_float8(layers):
-        return None
-    for layer in layers:
-        vars(layer)["scale_group"] = id(layers[0])  # see `weft.parallel.float8.Float8AllGather`
-    return joint_float8_product(layers[0])
+    return find_joint_float8_product(layers)
 
 
 def _joint_product(x_BTD: Tensor, *weights: Tensor) -> Sequence[Tensor]:

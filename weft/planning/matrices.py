@@ -32,6 +32,8 @@ from weft.models.family import TensorParallelSpec
 from weft.models.moe import ExpertLinear
 from weft.planning.shard_sizes import chunk_range, key_heads, query_heads
 
+# Neighbors in a row of a matrix that share a scale in MXFP8.
+MX_BLOCK_SIZE = 32
 # Neighbors in a row of a matrix that share two scale bytes, with optim.state_dtype 8bit.
 MOMENT_BLOCK_SIZE = 32
 
@@ -144,7 +146,7 @@ def tensor_parallel_spec(name: str, family: Family) -> TensorParallelSpec:
 
 def required_multiple(recipe: str) -> int:
     """Return the required divisor of the sizes of a matrix and of the tokens."""
-    return 32 if recipe == "mxfp8" else 16
+    return MX_BLOCK_SIZE if recipe == "mxfp8" else 16
 
 
 def find_float8_matrices(

@@ -17,8 +17,8 @@ trained in full (``lora.modules_to_save``), or some of their rows (``lora.traina
     dropout         dropout of the adapters' inputs (``lora.dropout``)
 
 The parameters and FLOPs of adapters are counted in `weft.planning.lora_plan`, their learning rates
-too.  Quantized matrices are in `weft.parallel.quantized`, frozen float8 products in
-`weft.parallel.float8_frozen`.
+too.  Quantized matrices are in `weft.parallel.quantized`, products of frozen matrices in float8 in
+`weft.parallel.float8`.
 
 Code outside of this directory imports only the names below.
 """

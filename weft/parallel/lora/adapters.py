@@ -61,7 +61,7 @@ def add_adapters(
     """
     linears: dict[str, FrozenLinear] = {}
     if float8_names:
-        from weft.parallel.float8_frozen import frozen_float8_linear
+        from weft.parallel.float8 import frozen_float8_linear
 
         product = frozen_float8_linear(plan.float8, plan.float8_emulated)
         linears = dict.fromkeys(float8_names, product)

@@ -34,7 +34,8 @@ from weft.models import load_family
 from weft.models.decoder import Decoder
 from weft.models.families.llama import PRESETS
 from weft.parallel import apply
-from weft.parallel.float8 import Float8AllGather, apply_float8, get_converter
+from weft.parallel.float8.linear_layers import apply_float8, get_converter
+from weft.parallel.float8.weight_gather import Float8AllGather
 from weft.parallel.step_hook import find_hook
 from weft.planning.matrices import find_float8_matrices
 from weft.planning.plan import Plan

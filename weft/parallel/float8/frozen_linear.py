@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.layers import add_bias, run_function
-from weft.parallel.float8 import get_converter, import_quietly, without_warnings
+from weft.parallel.float8.linear_layers import get_converter, import_quietly, without_warnings
 from weft.parallel.quantized import dequantize_matrix
 
 # (values [..., K], matrix [N, K]) -> [..., N]
@@ -41,7 +41,7 @@ def frozen_float8_linear(recipe: str, emulate: bool) -> Callable[..., Tensor]:
     products = _mx_products(layer) if recipe == "mxfp8" else _float8_products(layer)
     function = _make_function(*products)
     with without_warnings():
-        from weft.parallel.float8_experts import float8_grouped_linear
+        from weft.parallel.float8.experts import float8_grouped_linear
 
     def linear(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, counts_E: Tensor | None = None

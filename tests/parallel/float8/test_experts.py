@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torchao.prototype.mx_formats.utils import from_blocked
 
-from weft.parallel import float8_experts, private
+from weft.parallel import private
 from weft.parallel.float8 import prepare_compiler
-from weft.parallel.float8_experts import float8_grouped_linear
+from weft.parallel.float8.experts import _PaddedRows, float8_grouped_linear
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 E4M3 = torch.float8_e4m3fn
@@ -206,7 +206,7 @@ def test_kernels_accept_fake_tensors_of_any_group_size(recipe: str) -> None:
 
 def test_frozen_experts_have_no_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, g, counts = draw("rowwise", 1, torch.float32)
-    monkeypatch.setattr(float8_experts._PaddedRows, "multiply_columns", None)
+    monkeypatch.setattr(_PaddedRows, "multiply_columns", None)
     x.requires_grad_()
     out = float8_grouped_linear(x, w, torch.tensor(counts), "rowwise", True)
     (grad_x,) = torch.autograd.grad(out, x, g)

@@ -37,17 +37,18 @@ from weft.models.layers import run_function
 from weft.parallel.collectives import Collective, c10d_functional, reduce_scatter_sequence
 
 
-def are_float8(layers: Sequence[nn.Module]) -> bool:
-    """Return True if all layers are in float8."""
-    return all(isinstance(layer, Float8Linear) for layer in layers)
-
-
-def float8_exchanges(layer: Any, group: dist.ProcessGroup) -> tuple[Collective, Collective]:
+def find_exchanges(
+    layers: Sequence[Any], group: dist.ProcessGroup
+) -> tuple[Collective, Collective] | None:
     """Return the collectives before and after the matmuls of float8 layers.
 
-    The first gathers ``[B, T, D]`` to a `Float8TrainingTensor` ``[B, S, D]``; its backward
-    reduce-scatters.  The second scatters partial sums; its backward gathers float8.
+    None if a layer is not in float8.  The first gathers ``[B, T, D]`` to a `Float8TrainingTensor`
+    ``[B, S, D]``; its backward reduce-scatters.  The second scatters partial sums; its backward
+    gathers float8.
     """
+    if not _are_float8(layers):
+        return None
+    layer = layers[0]
     config = layer.config
     names = (group.group_name, group.size())
     gather = (*names, config.cast_config_input.target_dtype, layer.linear_mm_config)
@@ -56,6 +57,10 @@ def float8_exchanges(layer: Any, group: dist.ProcessGroup) -> tuple[Collective, 
         lambda x_BTD, _: run_function(_GatherSequence, x_BTD, *gather),
         lambda x_BSD, _: run_function(_ScatterSequence, x_BSD, *scatter),
     )
+
+
+def _are_float8(layers: Sequence[nn.Module]) -> bool:
+    return all(isinstance(layer, Float8Linear) for layer in layers)
 
 
 @torch._dynamo.allow_in_graph
@@ -108,12 +113,17 @@ def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype, mm_config: Any, role: Gem
     return hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role)
 
 
-def joint_float8_product(layer: Any) -> Callable[..., Sequence[Tensor]]:
-    """Return a function that multiplies one input with several weights at once.
+def find_joint_product(layers: Sequence[Any]) -> Callable[..., Sequence[Tensor]] | None:
+    """Return a function that multiplies one input with the weights of float8 layers.
 
-    The weights are concatenated.  If FSDP has gathered them in float8, they must share a scale
-    (`weft.parallel.float8.Float8AllGather`).
+    None if a layer is not in float8.  The weights are concatenated.  If FSDP has gathered them in
+    float8, they must share a scale: ``scale_group`` of `weft.parallel.float8.weight_gather`.
     """
+    if not _are_float8(layers):
+        return None
+    layer = layers[0]
+    for each in layers:
+        vars(each)["scale_group"] = id(layer)
     config, mm_config = layer.config, layer.linear_mm_config
     grad_dtype = config.cast_config_grad_output.target_dtype
 

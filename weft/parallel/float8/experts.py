@@ -41,9 +41,11 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from weft.models.layers import grouped_linear, run_function, weight_gradient
 from weft.parallel.private import scaled_grouped_mm
+from weft.parallel.quantized import dequantize_matrix
+from weft.planning.matrices import MX_BLOCK_SIZE
 
 E4M3 = torch.float8_e4m3fn
-MX_BLOCK_SIZE, TILE_ROWS, TILE_COLUMNS = 32, 128, 4
+TILE_ROWS, TILE_COLUMNS = 128, 4
 
 
 def float8_grouped_linear(
@@ -90,8 +92,6 @@ class _GroupedLinear(torch.autograd.Function):
 def _unpack(weight_EFD: Any, dtype: torch.dtype) -> Any:
     if weight_EFD.dtype != torch.uint8:
         return weight_EFD
-    from weft.parallel.quantized import dequantize_matrix
-
     return dequantize_matrix(weight_EFD, dtype)
 
 

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
 from tests.layouts import one_process, parse
-from tests.parallel.lora.test_adapters import adapter_gradients, many_adapter_gradients
-from tests.parallel.test_float8 import (
+from tests.parallel.float8.test_linear_layers import (
     ALMOST,
     EQUAL,
     MODEL,
@@ -23,10 +22,11 @@ from tests.parallel.test_float8 import (
     gathers,
     rounded,
 )
+from tests.parallel.lora.test_adapters import adapter_gradients, many_adapter_gradients
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, merged, small_job
 from weft.config.errors import InvalidConfig
-from weft.parallel.float8_frozen import frozen_float8_linear
+from weft.parallel.float8.frozen_linear import frozen_float8_linear
 from weft.parallel.lora import apply_lora
 from weft.parallel.quantized import dequantize_matrix, quantize_matrix
 from weft.planning.plan import Machine
