@@ -79,7 +79,7 @@ def checkpoint_changes(plan: Plan) -> Iterator[Change]:
                 change = checkpoint_change(plan.job, mode)
                 if size != plan.microbatch_size:
                     change |= {"train.microbatch_size": size}
-                if mode != plan.activation_checkpoint or len(change) > 1:
+                if mode != plan.activation_checkpoint.mode or len(change) > 1:
                     yield change
 
 

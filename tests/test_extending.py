@@ -58,9 +58,9 @@ def constant(done, optim):
     return 1.0
 
 class Lines:
-    def __init__(self, folder, job, resumed_step):
+    def __init__(self, folder, config, resumed_step):
         self.file = (folder / "lines.txt").open("a")
-        print("from", resumed_step, "of", job.train.steps, file=self.file)
+        print("from", resumed_step, "of", config["train.steps"], file=self.file)
 
     def write(self, record):
         print(record.step, record.loss, file=self.file)

@@ -29,6 +29,19 @@ def test_functions_take_a_plan_without_its_job() -> None:
     assert both == []
 
 
+def test_techniques_optimizers_and_monitors_do_not_read_the_job() -> None:
+    """They receive their section of it, values, and the layout, which a plan has."""
+    wrong = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for package in ("parallel", "optim", "monitor")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr == "job")
+        or (isinstance(node, ast.ImportFrom) and "Job" in {alias.name for alias in node.names})
+    }
+    assert wrong == set()
+
+
 # Always outside of what Dynamo traces.
 OPAQUE_FUNCTIONS = {"_ConcatWeights", "_KnownGradients"}
 

@@ -16,7 +16,6 @@ from urllib.request import urlopen
 import pytest
 
 from tests.monitor.test_step_record import record
-from tests.small import small_job
 from weft.config.errors import InvalidConfig
 from weft.config.files import parse_address
 from weft.config.reader import read_job
@@ -215,7 +214,7 @@ def test_otlp_records_are_read_by_the_messages_of_opentelemetry(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=a%20b,x-other=c")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=llm,service.name=other")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "pretraining")
-    sink = OpenTelemetry(tmp_path, small_job(), 0)
+    sink = OpenTelemetry(tmp_path, {}, 0)
     sink.write(FULL)
     sink.close()
     ((path, headers, body),) = collector.requests
@@ -245,10 +244,10 @@ def test_otlp_endpoint_of_metrics_is_used_as_it_is_and_wrong_settings_are_refuse
 ) -> None:
     url = f"http://127.0.0.1:{collector.server_port}/own"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", url)
-    OpenTelemetry(tmp_path, small_job(), 0).write(FULL)
+    OpenTelemetry(tmp_path, {}, 0).write(FULL)
     assert collector.requests[0][0] == "/own"
     for name, value in (("PROTOCOL", "grpc"), ("METRICS_ENDPOINT", "localhost:4317")):
         monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", value)
         with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP"):
-            OpenTelemetry(tmp_path, small_job(), 0)
+            OpenTelemetry(tmp_path, {}, 0)
         monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}")

@@ -154,7 +154,7 @@ def test_events_spans_and_tensorboard_wait_for_space(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     messages: list[str] = []
-    events, board = EventLog(small_disk, messages.append), TensorBoard(small_disk, small_job(), 0)
+    events, board = EventLog(small_disk, messages.append), TensorBoard(small_disk, {}, 0)
     remaining = SpanWriter(spans_path(small_disk, 0), 0)
     filler = fill(small_disk)
     for step in (1, 2, 3):

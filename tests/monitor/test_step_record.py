@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.small import small_job
 from weft.config.errors import WeftError
-from weft.config.schema import Job
+from weft.config.schema import flatten
 from weft.models.decoder_costs import flops_per_token
 from weft.models.families.llama import PRESETS
 from weft.monitor import trackers as sinks
@@ -28,7 +28,7 @@ from weft.monitor.step_record import (
 from weft.monitor.step_timer import StepTimes
 from weft.monitor.terminal import Terminal, format_duration, quiet_console
 from weft.monitor.tracker_services import TensorBoard
-from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
+from weft.monitor.trackers import SINKS, BackgroundTracker, Config, Jsonl, Sink, open_sinks
 from weft.planning.plan import Machine
 from weft.planning.resolve import resolve
 from weft.records.run_reader import read_event_log
@@ -147,7 +147,7 @@ def test_tensorboard_reads_the_written_records(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        sink = TensorBoard(tmp_path, small_job(), resumed)
+        sink = TensorBoard(tmp_path, {}, resumed)
         for step in steps:
             sink.write(record(step, loss=float(step + 10 * resumed)))
         sink.close()
@@ -189,7 +189,7 @@ def guarded(
     monkeypatch.setattr(sinks, "BURST_SECONDS", interval)
     out = io.StringIO()
     created = BackgroundTracker(
-        "mine", lambda *_: sink, directory, small_job(), 0, Console(file=out, width=200)
+        "mine", lambda *_: sink, directory, {}, 0, Console(file=out, width=200)
     )
     return created, out
 
@@ -284,13 +284,13 @@ def test_failed_sink_does_not_end_the_run(
 
 
 def test_sink_that_cannot_start_ends_only_a_first_start(tmp_path: Path) -> None:
-    def make(directory: Path, job: Job, resumed_step: int) -> Sink:
+    def make(directory: Path, config: Config, resumed_step: int) -> Sink:
         raise ConnectionError("nobody is there")
 
     out = io.StringIO()
     with pytest.raises(WeftError, match="mine cannot start: ConnectionError: nobody is there"):
-        BackgroundTracker("mine", make, tmp_path, small_job(), 0, Console(file=out))
-    later = BackgroundTracker("mine", make, tmp_path, small_job(), 7, Console(file=out, width=200))
+        BackgroundTracker("mine", make, tmp_path, {}, 0, Console(file=out))
+    later = BackgroundTracker("mine", make, tmp_path, {}, 7, Console(file=out, width=200))
     later.write(record(8))
     later.close()
     assert "mine: 1 record is lost: ConnectionError: nobody is there" in out.getvalue()
@@ -301,15 +301,16 @@ def test_sink_that_cannot_start_leaves_the_terminal_unchanged(
 ) -> None:
     """The live line hides the cursor until it is closed."""
 
-    def make(directory: Path, job: Job, resumed_step: int) -> Sink:
+    def make(directory: Path, config: Config, resumed_step: int) -> Sink:
         raise ConnectionError("nobody is there")
 
     monkeypatch.setitem(SINKS, "wandb", make)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     job = small_job(("monitor.trackers", '["wandb"]'), ("run.dir", str(tmp_path)))
+    plan = resolve(job, Machine("cpu", devices=1, world_size=1))
     with pytest.raises(WeftError, match="wandb cannot start"):
-        open_sinks(resolve(job, Machine("cpu", devices=1, world_size=1)), 0, console)
+        open_sinks(job.monitor, flatten(job), plan, 0, console)
     assert out.getvalue() == ""
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.monitor.test_step_record import record
 from tests.small import small_job
+from weft.config.schema import flatten
 from weft.monitor import tracker_services
 from weft.monitor.step_record import to_scalars
 from weft.monitor.tracker_services import MLflow, WeightsAndBiases
@@ -60,7 +61,7 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for steps in ((1, 2, 3), (3, 4)):  # the second start resumes from step 2
-        sink = WeightsAndBiases(run_dir, small_job(), 0)
+        sink = WeightsAndBiases(run_dir, flatten(small_job()), 0)
         for step in steps:
             sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
@@ -87,7 +88,7 @@ def test_mlflow_without_a_server_writes_into_the_run_directory(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for steps in ((1, 2, 3), (3, 4)):
-        sink = MLflow(run_dir, small_job(), 0)
+        sink = MLflow(run_dir, flatten(small_job()), 0)
         for step in steps:
             sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
@@ -115,7 +116,7 @@ def test_mlflow_sends_several_records_at_once(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     now = 100.0
     monkeypatch.setattr(tracker_services, "time", SimpleNamespace(monotonic=lambda: now))
-    sink = MLflow(tmp_path, small_job(), 0)
+    sink = MLflow(tmp_path, flatten(small_job()), 0)
     batches: list[list[int]] = []
 
     def sent(run: str, metrics: list[Any]) -> None:
@@ -135,7 +136,7 @@ def test_mlflow_unreachable_server_is_an_error(
     """The error is raised at the next send, or at close."""
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    sink = MLflow(tmp_path, small_job(), 0)
+    sink = MLflow(tmp_path, flatten(small_job()), 0)
     (tmp_path / "mlflow.db").write_bytes(b"no database")
     for last in (lambda: sink.write(record(1)), sink.close):
         with pytest.raises(Exception, match=r"not a database|malformed|disk image"):

@@ -86,15 +86,15 @@ def open_source(plan: Plan, force: bool = False) -> ModelSource | None:
     source = source._replace(new_tokens=tokens if any(tokens) else None)
     if isinstance(rows := plan.job.model.overrides().get("vocab_size"), int):
         source = grow_source(source, with_rows(source.section, rows))
-    if plan.job.lora.path:
-        directory = locate_adapter(plan.job.lora.path)
+    if plan.lora.path:
+        directory = locate_adapter(plan.lora.path)
         adapter = open_adapter(directory, plan.family, plan.model, errors)
         errors.raise_any()
         assert adapter is not None
-        if any(getattr(plan.job.lora, name) != each for name, each in adapter.section.items()):
+        if any(getattr(plan.lora, name) != each for name, each in adapter.section.items()):
             rule = "is not the adapter of this run any more: its configuration has changed"
-            errors.add("lora.path", rule, "use another run.dir", value=plan.job.lora.path)
-        source = add_adapter(source, adapter, plan.job.lora)
+            errors.add("lora.path", rule, "use another run.dir", value=plan.lora.path)
+        source = add_adapter(source, adapter, plan.lora)
         if Path(plan.job.data.tokenizer) == (file := directory.absolute() / "tokenizer.json"):
             source = source._replace(
                 files={**source.files, "tokenizer.json": file}, new_tokens=tokens

@@ -106,7 +106,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     for kind in ("none", "selective", "full"):
         # Arithmetic does not model selective recomputation with tensor parallelism.
         change = checkpoint_change(job, kind)
-        is_new = kind != plan.activation_checkpoint or len(change) > 1
+        is_new = kind != plan.activation_checkpoint.mode or len(change) > 1
         if is_new and (kind != "selective" or plan.tp == 1):
             yield change
     microbatch_size = plan.microbatch_size

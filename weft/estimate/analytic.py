@@ -116,7 +116,7 @@ class DecoderFormulas:
 
     def __init__(self, plan: Plan, device: Device) -> None:
         """Read the sizes of a plan that `supports_formulas`."""
-        config, section = plan.model, plan.job.activation_checkpoint
+        config, section = plan.model, plan.activation_checkpoint
         self.plan, self.layers = plan, config.num_layers
         self.hidden: int = config.dim
         self.num_microbatches = plan.num_microbatches
@@ -144,12 +144,12 @@ class DecoderFormulas:
         self.cast_bytes, self.traffic_bytes = CAST_BYTES[compiled], TRAFFIC_BYTES[compiled]
         self.layer_kernels = KERNELS_PER_LAYER[compiled]
         self.kernel: AttentionKernel = attention_kernel(plan, device)
-        self.recomputes = plan.activation_checkpoint != "none"
-        self.is_selective = plan.activation_checkpoint == "selective"
+        self.recomputes = plan.activation_checkpoint.mode != "none"
+        self.is_selective = plan.activation_checkpoint.mode == "selective"
         self.recomputed_fraction = {
             "full": 1 / section.period,
             "budget": 1 - section.memory_budget,
-        }.get(plan.activation_checkpoint, 0.0)
+        }.get(plan.activation_checkpoint.mode, 0.0)
         self.gradient_bytes = 4 if plan.reduce_dtype == "float32" else 2
         self.state_bytes = 8 + moment_bytes_per_param(plan.job.optim, plan_cost(plan))
         self.measures_logits = bool(

@@ -85,7 +85,7 @@ class Candidate:
         """Key of candidates whose memory estimates have similar errors."""
         plan = self.plan
         stages = plan.schedule_name, plan.pp > 1, plan.stages_per_rank
-        return *stages, plan.tp > 1, plan.cp > 1, plan.activation_checkpoint
+        return *stages, plan.tp > 1, plan.cp > 1, plan.activation_checkpoint.mode
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ def schedule_conflict(plan: Plan) -> str:
     """Return why the search skips a layout with deferred weight gradients, or ''."""
     if not plan.splits_backward:
         return ""
-    if plan.activation_checkpoint != "none":
+    if plan.activation_checkpoint.mode != "none":
         # No formula has the memory between the two halves, which recomputation does not free.
         return f"the search does not combine {plan.schedule_name} with recomputation"
     if plan.float8 != "none":
@@ -473,7 +473,7 @@ def describe_layout(plan: Plan) -> str:
     if plan.pp > 1:
         stages = f" x {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
         parts.append(f"{plan.schedule_name}{stages}")
-    parts.append(f"activation_checkpoint {plan.activation_checkpoint}")
+    parts.append(f"activation_checkpoint {plan.activation_checkpoint.mode}")
     return ", ".join([*parts, *(["float8"] if plan.float8 != "none" else [])])
 
 

@@ -269,7 +269,7 @@ def trace_ranks(plan: Plan, cached: bool = False) -> list[RankTrace]:
     if reshards_stages(plan):
         return _trace_ranks(plan, plan, 1, cached)
     first, period = find_layer_pattern(plan)
-    group_size = math.lcm(plan.job.activation_checkpoint.period, period)
+    group_size = math.lcm(plan.activation_checkpoint.period, period)
     for num_groups, num_microbatches in RECORDED_COUNTS:
         max_groups = None
         if num_groups and plan.optimizer == "adamw":
@@ -368,7 +368,7 @@ def record_rank(
             )
         small_plan = make_traceable(small_plan, plan.device)
         built, small_plan = build_fake(small_plan, recorder, plan.is_compiled)
-        section = plan.job.activation_checkpoint
+        section = plan.activation_checkpoint
         if plan.is_compiled and plan.cp > 1 and section.mode == "selective" and not section.offload:
             _keep_attention_inputs(built.model_parts)
         # A compiled part of a block cannot stop in the middle of its recomputation.

@@ -81,10 +81,10 @@ class TracePricer:
             "dp_shard": "prefetch",
             "dp_replicate": "prefetch",
             "efsdp": "prefetch",
-            "cp": "ring" if plan.job.parallel.cp_method == "ring" else "exposed",
+            "cp": "ring" if plan.parallel.cp_method == "ring" else "exposed",
             "ep": "pair" if plan.overlaps_dispatch else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
-        parallel = plan.job.parallel
+        parallel = plan.parallel
         self.in_float32 = plan.float8_emulated or plan.compute_dtype == "float32"
         self.num_chunks = parallel.ep_chunks if plan.ep > 1 else 1
         self.padding = min(parallel.ep_padding, plan.ep * self.num_chunks) if plan.ep > 1 else 1.0

@@ -145,7 +145,7 @@ def memory_remedies(category: str, plan: Plan) -> list[str]:
     if category in (FRAGMENTS, OTHERS):
         if plan.microbatch_size > 1:
             remedies.append(f"--train.microbatch_size {plan.microbatch_size // 2}")
-        if plan.activation_checkpoint != "full":
+        if plan.activation_checkpoint.mode != "full":
             remedies.append("--activation_checkpoint.mode full")
         return [*remedies, "shard sequences over more ranks (--parallel.cp, tp)"]
     remedies.append("shard over more ranks (--parallel.dp_shard, tp, pp)")

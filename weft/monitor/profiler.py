@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.config.accelerators import supports
 from weft.config.files import replace_text, write_json
-from weft.config.schema import steps_of
+from weft.config.schema import ProfileSection, steps_of
 from weft.monitor import spans
 from weft.monitor.device_memory import read_prediction
 from weft.monitor.faults import fault_point
@@ -73,11 +73,20 @@ Event = Mapping[str, Any]
 class Profiler:
     """Profiler of the steps of ``profile.steps``; its context ends a running profile.
 
-    ``log`` receives warnings, and on rank 0 the summary.
+    Args:
+        section: the section ``[profile]``.
+        plan: layout of the run.
+        device: of this rank.
+        log: receives warnings, and on rank 0 the summary.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, log: Callable[[str], None]) -> None:
-        section = plan.job.profile
+    def __init__(
+        self,
+        section: ProfileSection,
+        plan: Plan,
+        device: torch.device,
+        log: Callable[[str], None],
+    ) -> None:
         self._steps = next(iter(steps_of(section.steps)), range(0))
         self._memory, self._plan, self._device, self._log = section.memory, plan, device, log
         self._run_dir = plan.run_path

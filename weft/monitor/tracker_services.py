@@ -22,7 +22,6 @@ from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
 from weft.config.files import append_bytes
-from weft.config.schema import Job, flatten
 from weft.monitor.exported_metrics import export_record
 from weft.monitor.step_record import StepRecord, to_scalars
 from weft.version import __version__
@@ -35,7 +34,7 @@ MAX_PARAMS, MAX_METRICS = 100, 1000  # limits of MLflow for one request
 class TensorBoard:
     """Event files in ``tensorboard/``, with the names of `to_scalars`."""
 
-    def __init__(self, run_dir: Path, job: Job, resumed_step: int) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_step: int) -> None:
         # Only the file format of tensorboardX: its writer blocks the caller after a full disk.
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.record_writer import masked_crc32c
@@ -78,7 +77,7 @@ class WeightsAndBiases:
     so it would reject records after a resume or rewind to an earlier step.
     """
 
-    def __init__(self, run_dir: Path, job: Job, resumed_step: int) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_step: int) -> None:
         import wandb
 
         id_file = run_dir / "wandb" / "run-id"
@@ -91,7 +90,7 @@ class WeightsAndBiases:
             id=id_file.read_text("utf-8"),
             resume="allow",
             dir=run_dir,
-            config=flatten(job),
+            config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("step")
@@ -117,7 +116,7 @@ def sanitize_name(name: str) -> str:
 class MLflow:
     """Run of MLflow; records are sent together, because a request costs milliseconds."""
 
-    def __init__(self, run_dir: Path, job: Job, resumed_step: int) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_step: int) -> None:
         for name in ("mlflow", "alembic"):  # they log every table that they create
             logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow.entities import Param
@@ -133,7 +132,7 @@ class MLflow:
                 experiment.experiment_id if experiment else self._client.create_experiment(name)
             )
             run = self._client.create_run(experiment_id, run_name=run_dir.name)
-            params = [Param(key, str(value)) for key, value in flatten(job).items()]
+            params = [Param(key, str(value)) for key, value in config.items()]
             for start in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(run.info.run_id, params=params[start : start + MAX_PARAMS])
             id_file.write_text(run.info.run_id, "utf-8")
@@ -177,7 +176,7 @@ class OpenTelemetry:
     (milliseconds) and the same of METRICS; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
     """
 
-    def __init__(self, run_dir: Path, job: Job, resumed_step: int) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_step: int) -> None:
         protocol = _read_otlp("PROTOCOL", "http/json")
         if protocol == "grpc":
             raise ValueError("OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not supported: use http/json")

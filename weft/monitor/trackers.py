@@ -10,15 +10,15 @@ tracker's run, whose id is in a file there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from weft.config.errors import WeftError, lookup
-from weft.config.schema import Job
+from weft.config.schema import MonitorSection
 from weft.monitor.jsonl import JsonlFile
 from weft.monitor.log_buffer import LogBuffer
 from weft.monitor.step_record import StepRecord
@@ -39,21 +39,31 @@ class Sink(Protocol):
         """Write all waiting records."""
 
 
-SinkFactory = Callable[[Path, Job, int], Sink]  # arguments: run directory, job, resumed step
+Config = Mapping[str, Any]  # the value of each key, as ``optim.lr``
+SinkFactory = Callable[[Path, Config, int], Sink]  # arguments: run directory, keys, resumed step
 
 
-def open_sinks(plan: Plan, resumed_step: int, console: Console) -> list[Sink]:
+def open_sinks(
+    section: MonitorSection, config: Config, plan: Plan, resumed_step: int, console: Console
+) -> list[Sink]:
     """Open ``metrics.jsonl``, the trackers of ``monitor.trackers``, and the terminal.
+
+    Args:
+        section: the section ``[monitor]``.
+        config: the keys of the run, which some trackers record.
+        plan: run directory and number of steps.
+        resumed_step: of the checkpoint that the run begins with; 0: none.
+        console: for the terminal and for warnings.
 
     Raises:
         WeftError: if a tracker cannot be created at the first start of a run.
     """
-    job, run_dir = plan.job, plan.run_path
+    run_dir = plan.run_path
     log = partial(console.print, soft_wrap=True)
     sinks: list[Sink] = [Jsonl(run_dir / "metrics.jsonl", resumed_step, log)]
-    for name in job.monitor.trackers:
+    for name in section.trackers:
         sinks.append(
-            BackgroundTracker(name, lookup(name, SINKS), run_dir, job, resumed_step, console)
+            BackgroundTracker(name, lookup(name, SINKS), run_dir, config, resumed_step, console)
         )
     # Last, because its progress line hides the cursor.
     sinks.append(Terminal(console, plan.num_steps, resumed_step))
@@ -76,11 +86,11 @@ class BackgroundTracker:
         name: str,
         make_sink: SinkFactory,
         run_dir: Path,
-        job: Job,
+        config: Config,
         resumed_step: int,
         console: Console,
     ) -> None:
-        self._name, self._make_sink = name, partial(make_sink, run_dir, job, resumed_step)
+        self._name, self._make_sink = name, partial(make_sink, run_dir, config, resumed_step)
         self._sink: Sink | None = None
         self._buffer = LogBuffer[StepRecord](
             name,
@@ -150,11 +160,11 @@ class Jsonl(JsonlFile):
         self.append([record.to_dict()])
 
 
-def _open_service(name: str, run_dir: Path, job: Job, resumed_step: int) -> Sink:
+def _open_service(name: str, run_dir: Path, config: Config, resumed_step: int) -> Sink:
     """Import a tracker's package, which may take seconds, when a run uses it."""
     from weft.monitor import tracker_services
 
-    sink: Sink = getattr(tracker_services, name)(run_dir, job, resumed_step)
+    sink: Sink = getattr(tracker_services, name)(run_dir, config, resumed_step)
     return sink
 
 

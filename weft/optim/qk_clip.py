@@ -291,18 +291,25 @@ class QKClip(StepHook):
         layers: names of all layers with attention, also on other pipeline stages.
 
     Args:
-        plan: decides threshold, layout and model.
+        threshold: of the logits; 0: no weights are scaled.
+        by_layer: report the largest logit of each layer.
+        plan: decides layout and model.
         model_parts: this rank's parts of the model, with allocated parameters.
         mesh: coordinates of this rank.
         device: device of the logits.
     """
 
     def __init__(
-        self, plan: Plan, model_parts: Sequence[nn.Module], mesh: Mesh, device: torch.device
+        self,
+        threshold: float,
+        by_layer: bool,
+        plan: Plan,
+        model_parts: Sequence[nn.Module],
+        mesh: Mesh,
+        device: torch.device,
     ) -> None:
         config, kinds = plan.model, (Attention, LatentAttention)
-        self._threshold = plan.job.optim.qk_clip_threshold
-        self._by_layer = plan.job.monitor.attention_logits
+        self._threshold, self._by_layer = threshold, by_layer
         self._num_groups = config.num_kv_heads
         self._group = config.num_heads // config.num_kv_heads
         self._scale = config.attention_scale or config.key_dim**-0.5
@@ -321,7 +328,7 @@ class QKClip(StepHook):
             if isinstance(module, kinds)
         ]
         heads = query_heads(config.num_heads, plan.tp, mesh.coordinates["tp"])
-        if plan.job.parallel.cp_method == "ulysses" and plan.cp > 1:
+        if plan.parallel.cp_method == "ulysses" and plan.cp > 1:
             share = len(heads) // plan.cp
             first = heads.start + share * mesh.coordinates["cp"]
             heads = range(first, first + share)

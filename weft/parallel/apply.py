@@ -79,7 +79,6 @@ def parallelize_model(
 
     Techniques on DTensor are imported where they apply: its import takes half as long as torch's.
     """
-    job = plan.job
     blocks = family.blocks(model)
     moe_layers = family.moe_layers(model) if family.moe_layers is not None else []
 
@@ -87,7 +86,7 @@ def parallelize_model(
     # classes and sharded weights that later steps add.
     float8_names: list[str] = []
     if plan.float8 != "none":
-        matrices = find_float8_matrices(job.precision, plan.model, family, plan.tp)
+        matrices = find_float8_matrices(plan.precision, plan.model, family, plan.tp)
         float8_names = [matrix.name for matrix in matrices]
         if plan.is_compiled:
             prepare_compiler(plan.float8)
@@ -105,7 +104,7 @@ def parallelize_model(
     if plan.tp > 1:
         _shard_tensors(model, plan, mesh, sharding, moe_layers)
     has_parts = plan.is_compiled and plan.has_graph_breaks
-    options = selective_compile_options(blocks, job.activation_checkpoint) if has_parts else {}
+    options = selective_compile_options(blocks, plan.activation_checkpoint) if has_parts else {}
     # After tensor parallelism, because it adds a placement on ep to the weight's placement on tp.
     if mesh.expert_mesh is not None and plan.ep > 1:
         _shard_experts([layer.experts for layer in moe_layers], plan, mesh.expert_mesh, options)
@@ -120,8 +119,8 @@ def parallelize_model(
         apply_context_parallel(
             model,
             mesh.cp_group,
-            job.parallel.cp_method,
-            job.parallel.cp_split,
+            plan.parallel.cp_method,
+            plan.parallel.cp_split,
             compiled=plan.is_compiled,
             run_compiled=backend.run_compiled,
         )
@@ -139,7 +138,7 @@ def parallelize_model(
 
     # Before FSDP, which then gathers the parameters for the recomputation.
     if not options:
-        apply_activation_checkpoint(blocks, job.activation_checkpoint, plan.is_compiled)
+        apply_activation_checkpoint(blocks, plan.activation_checkpoint, plan.is_compiled)
 
     # After tensor parallelism, because the compiler must see its collectives to overlap them with
     # matmuls.  After activation checkpointing, which then is part of the graph.  Before FSDP,
@@ -150,11 +149,11 @@ def parallelize_model(
         _compile_blocks(blocks, plan)
 
     # After torch.compile, because offloading hooks the tensors that the compiled forward saves.
-    if job.activation_checkpoint.offload:
+    if plan.activation_checkpoint.offload:
         from weft.parallel.activation_offload import apply_activation_offload
 
         apply_activation_offload(
-            blocks, job.activation_checkpoint.offload_prefetch, backend.empty_on_host
+            blocks, plan.activation_checkpoint.offload_prefetch, backend.empty_on_host
         )
 
     # FSDP is last: it replaces the parameters by shards and decides when they are gathered.
@@ -164,7 +163,7 @@ def parallelize_model(
             model,
             blocks,
             mesh.param_mesh["dp_replicate", "dp_shard"],
-            job.parallel,
+            plan.parallel,
             sums_in_order=plan.world_size_invariant,
             compute_dtype=getattr(torch, plan.compute_dtype),
             reduce_dtype=getattr(torch, plan.reduce_dtype),
@@ -199,11 +198,11 @@ def _add_random_bits(
     from weft.parallel.token_keys import read_token_keys
 
     token_keys, tp_rank = read_token_keys(model, plan.seed), mesh.coordinates["tp"]
-    if plan.lora_rank and (probability := plan.job.lora.dropout):
+    if plan.lora_rank and (probability := plan.lora.dropout):
         from weft.parallel.lora import add_lora_dropout
 
         add_lora_dropout(model, blocks, probability, plan, tp_rank, token_keys)
-    if plan.job.train.neftune_alpha:
+    if plan.neftune_alpha:
         from weft.parallel.neftune import EmbeddingNoise
 
         assert family.set_embedding_noise is not None
@@ -232,7 +231,7 @@ def _shard_tensors(
         # One product costs a copy of the weights.  It pays if async TP then overlaps more.
         joint_products=plan.async_tp and not plan.splits_backward,
     )
-    if plan.lora_rank and plan.job.lora.token_ids:
+    if plan.lora_rank and plan.lora.token_ids:
         from weft.parallel.lora import shard_token_rows
 
         shard_token_rows(model, mesh.param_mesh["tp"], plan.model.vocab_size)
@@ -251,9 +250,9 @@ def _shard_experts(
     from weft.parallel.expert_parallel import apply_expert_parallel
 
     if plan.compiles_experts:  # for any number of rows
-        cache_dir = plan.job.compile.cache_dir
+        cache_dir = plan.compile.cache_dir
         apply_compile(experts, cache_dir, fullgraph=False, dynamic=True, options=options)
-    apply_expert_parallel(experts, mesh, plan.job.parallel)
+    apply_expert_parallel(experts, mesh, plan.parallel)
 
 
 def _compile_parts(
@@ -263,12 +262,12 @@ def _compile_parts(
     disable: Any = torch.compiler.disable
     experts = [layer.experts for layer in moe_layers]
     shared = [layer.shared_experts for layer in moe_layers if layer.overlaps_shared_experts]
-    cache_dir = plan.job.compile.cache_dir
+    cache_dir = plan.compile.cache_dir
     apply_compile([layer for layer in shared if layer is not None], cache_dir, options=options)
     for module in experts if plan.ep > 1 or not plan.compiles_experts else ():
         module.forward = disable(module.forward)
         if module in options and not plan.compiles_experts:  # the compiler cannot select for them
-            apply_activation_checkpoint([module], plan.job.activation_checkpoint, compiled=False)
+            apply_activation_checkpoint([module], plan.activation_checkpoint, compiled=False)
             module.forward = disable(module.forward)
     _compile_blocks(blocks, plan, options, () if plan.compiles_experts else experts)
 
@@ -280,7 +279,7 @@ def _compile_blocks(
     experts: Sequence[nn.Module] = (),
 ) -> None:
     """Compile the blocks, except ``experts``."""
-    cache_dir, fullgraph = plan.job.compile.cache_dir, not plan.has_graph_breaks
+    cache_dir, fullgraph = plan.compile.cache_dir, not plan.has_graph_breaks
     apply_compile(blocks, cache_dir, fullgraph=fullgraph, options=options)
     for block in blocks:
         add_inputs_to_compiled_block(block)

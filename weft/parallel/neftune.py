@@ -41,7 +41,7 @@ class EmbeddingNoise:
 
     def __init__(self, token_keys: TokenKeys, plan: Plan, tp_rank: int) -> None:
         self.token_keys, self.tp_rank = token_keys, tp_rank
-        self.alpha, self.seq_len = plan.job.train.neftune_alpha, plan.seq_len
+        self.alpha, self.seq_len = plan.neftune_alpha, plan.seq_len
         self.stream, self.is_compiled = layer_stream("neftune", plan.seed), plan.is_compiled
 
     def __call__(self, x_BTD: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def check_dispatch(
 
 def dispatch_warnings(plan: Plan) -> Iterator[str]:
     """Yield a warning if the host waits although buffers are padded."""
-    is_padded = plan.ep > 1 and plan.job.parallel.ep_dispatch == "padded"
+    is_padded = plan.ep > 1 and plan.parallel.ep_dispatch == "padded"
     if is_padded and plan.compute_dtype != "bfloat16":
         yield (
             f"{KEY}=padded saves no wait of the host, because grouped GEMMs in "

@@ -71,7 +71,7 @@ def list_tables(model: Any) -> list[Matrix]:
 def adapts_blocks(plan: Plan) -> bool:
     """Return True if a layer of the blocks gets an adapter."""
     matrices = list_matrices(plan.model, plan.family)
-    return any(is_target(matrix.name, plan.job.lora) for matrix in matrices)
+    return any(is_target(matrix.name, plan.lora) for matrix in matrices)
 
 
 def lora_scaling(section: LoraSection) -> float:
@@ -213,4 +213,4 @@ def _count_frozen(
 
 def plan_cost(plan: Plan) -> TrainingCost:
     """Return the `training_cost` of a plan."""
-    return training_cost(plan.job.lora, plan.model, plan.family, plan.seq_len, plan.frozen_params)
+    return training_cost(plan.lora, plan.model, plan.family, plan.seq_len, plan.frozen_params)

@@ -50,8 +50,8 @@ def _reads_bucket(plan: Plan) -> bool:
 
 def _has_matrices_b(plan: Plan) -> bool:
     """Return True if an adapter has a matrix B; that of the embedding alone has none."""
-    outer = outer_targets(plan.model, plan.job.lora)
-    return plan.job.lora.dora or adapts_blocks(plan) or any(m.name == "lm_head" for m in outer)
+    outer = outer_targets(plan.model, plan.lora)
+    return plan.lora.dora or adapts_blocks(plan) or any(m.name == "lm_head" for m in outer)
 
 
 def _can_clip_logits(plan: Plan) -> bool:
@@ -66,7 +66,7 @@ def _decays_lr(plan: Plan) -> bool:
 
 def _balances_tokens(plan: Plan) -> bool:
     """Return True if context-parallel ranks can have unequal attention to compute."""
-    parallel = plan.job.parallel
+    parallel = plan.parallel
     by_documents = parallel.cp_load_balance == "documents"
     return parallel.cp_method != "ulysses" and (not by_documents or plan.job.data.keeps_documents)
 
@@ -186,7 +186,7 @@ FACTS = {
         _has_matrices_b, "the adapter of the embedding has one learning rate (lora.targets)"
     ),
     "has_frozen_tables": Fact(
-        lambda plan: bool(row_tables(plan.model, plan.job.lora)),
+        lambda plan: bool(row_tables(plan.model, plan.lora)),
         "embedding and head have adapters, or are trained in full",
     ),
     # Sharding.

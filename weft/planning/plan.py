@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.config.schema import Job
+from weft.config.schema import (
+    ActivationCheckpointSection,
+    CompileSection,
+    Job,
+    LoraSection,
+    ParallelSection,
+    PrecisionSection,
+)
 from weft.models import Family, load_family
 from weft.planning.cuda_graph_rules import uses_cuda_graphs
 from weft.planning.placement import AXES, MESH_ORDERS, rank_groups, ranks_per_node
@@ -184,10 +191,38 @@ class Plan:
     varlen_documents: bool  # attention within documents: see `weft.models.varlen_attention`
     warnings: tuple[str, ...]
 
+    # Sections of the keys that techniques read; code in parallel/, optim/ and monitor/ reads no
+    # others, and not the job.
+
+    @property
+    def parallel(self) -> ParallelSection:
+        """The section ``[parallel]``."""
+        return self.job.parallel
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpointSection:
+        """The section ``[activation_checkpoint]``."""
+        return self.job.activation_checkpoint
+
+    @property
+    def compile(self) -> CompileSection:
+        """The section ``[compile]``."""
+        return self.job.compile
+
+    @property
+    def precision(self) -> PrecisionSection:
+        """The section ``[precision]``."""
+        return self.job.precision
+
+    @property
+    def lora(self) -> LoraSection:
+        """The section ``[lora]``."""
+        return self.job.lora
+
     @property
     def family(self) -> Family:
         """The model family."""
-        is_whole = self.job.parallel.has_whole_experts
+        is_whole = self.parallel.has_whole_experts
         return load_family(self.job.model.kind).of(self.model, is_whole)
 
     @property
@@ -198,9 +233,12 @@ class Plan:
     @property
     def numbers_tokens(self) -> bool:
         """Return True if training draws random bits by the number of a token in the run."""
-        return (
-            self.lora_rank > 0 and self.job.lora.dropout > 0
-        ) or self.job.train.neftune_alpha > 0
+        return (self.lora_rank > 0 and self.lora.dropout > 0) or self.neftune_alpha > 0
+
+    @property
+    def neftune_alpha(self) -> float:
+        """Size of the noise of embeddings; 0: none."""
+        return self.job.train.neftune_alpha
 
     @property
     def objective(self) -> str:
@@ -225,33 +263,28 @@ class Plan:
     @property
     def sequence_parallel(self) -> bool:
         """Return True if tensor parallelism splits activations by tokens outside matrices."""
-        return self.job.parallel.sequence_parallel
+        return self.parallel.sequence_parallel
 
     @property
     def etp(self) -> int:
         """Ranks that split an expert: ``tp``, or 1 if experts are whole."""
-        is_whole = self.job.parallel.has_whole_experts and self.family.moe_layers is not None
+        is_whole = self.parallel.has_whole_experts and self.family.moe_layers is not None
         return 1 if is_whole else self.tp
 
     @property
     def async_tp(self) -> bool:
         """Return True if tensor-parallel collectives overlap their matrix products."""
-        return self.job.parallel.async_tp and self.tp > 1
+        return self.parallel.async_tp and self.tp > 1
 
     @property
     def cpu_offload(self) -> bool:
         """Return True if parameters, gradients and optimizer state are in host memory."""
-        return self.job.parallel.cpu_offload
-
-    @property
-    def activation_checkpoint(self) -> Literal["none", "full", "selective", "budget"]:
-        """Mode of activation checkpointing."""
-        return self.job.activation_checkpoint.mode
+        return self.parallel.cpu_offload
 
     @property
     def is_compiled(self) -> bool:
         """Return True if torch.compile compiles the blocks."""
-        return self.job.compile.enable
+        return self.compile.enable
 
     @property
     def cuda_graphs(self) -> bool:
@@ -280,7 +313,7 @@ class Plan:
     @property
     def lora_rank(self) -> int:
         """Rank of the adapters; 0: all parameters are trained."""
-        return self.job.lora.rank
+        return self.lora.rank
 
     @property
     def run_path(self) -> Path:
@@ -337,7 +370,7 @@ class Plan:
     @property
     def can_overlap_dispatch(self) -> bool:
         """Return True if ``pipeline.overlap_dispatch`` has an effect."""
-        has_turns = self.job.parallel.ep_dispatch in ("alltoall", "padded")
+        has_turns = self.parallel.ep_dispatch in ("alltoall", "padded")
         return self.schedule_name == "DualPipeV" and self.ep > 1 and has_turns
 
     @property

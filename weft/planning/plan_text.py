@@ -136,7 +136,7 @@ def describe_plan(plan: Plan, machine: Machine, recipe: str) -> str:
         *([("float8", describe_float8(plan))] if plan.float8 != "none" else []),
         *([("peak", _describe_peak(plan))] if plan.peak_flops else []),
         ("sharding", _describe_sharding(plan)),
-        ("recompute", plan.job.activation_checkpoint.describe()),
+        ("recompute", plan.activation_checkpoint.describe()),
     ]
     if plan.pipeline is not None:
         rows.append(("pipeline", _describe_pipeline(plan)))

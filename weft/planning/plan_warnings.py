@@ -81,7 +81,7 @@ def component_warnings(plan: Plan) -> Iterator[str]:
 
 def activation_checkpoint_warnings(plan: Plan) -> Iterator[str]:
     """Yield warnings about wasted recomputation and about offload that moves nothing."""
-    section = plan.job.activation_checkpoint
+    section = plan.activation_checkpoint
     if section.offload:
         stages = plan.pipeline.stages if plan.pipeline else ()
         owner = "the largest stage" if stages else "the model"
@@ -113,7 +113,7 @@ def float8_warnings(plan: Plan) -> Iterator[str]:
     """Yield warnings about choices that cost the speed of float8."""
     if plan.float8 == "none":
         return
-    key, section = f"precision.float8={plan.float8}", plan.job.precision
+    key, section = f"precision.float8={plan.float8}", plan.precision
     if plan.device != "cpu" and plan.float8_emulated:
         yield (
             f"{key} is emulated on this GPU, which does not support it: its products run in "

@@ -114,7 +114,7 @@ def prepare_job(
         planned = apply_environment(job)
         plan = resolve_nodes(planned, detect_machine(job.run), recipe, base, adopt)
     if plan is not None:  # with the model of model.path
-        model, lora = plan.job.model.model_dump(), plan.job.lora.model_dump()
+        model, lora = plan.job.model.model_dump(), plan.lora.model_dump()
         data = {"tokenizer": plan.job.data.tokenizer}
         job = replace(job, model=model, lora=lora, data=data, train={"seq_len": plan.seq_len})
         base = replace(base, model=model | {"path": base.model.path})

@@ -57,7 +57,7 @@ def hydrate_start(plan: Plan, console: Console) -> None:
     if console.quiet:  # once per job, by the node that logs
         return
     newest = list_checkpoints(checkpoint_dir(plan.job.checkpoint, plan.run_path))[-1:]
-    locations = map(str, newest) if newest else (plan.job.model.path, plan.job.lora.path)
+    locations = map(str, newest) if newest else (plan.job.model.path, plan.lora.path)
     hydrate_ahead(filter(None, locations), console.print)
 
 

@@ -245,7 +245,7 @@ def label_passes(prediction: Forecast) -> dict[OpLocation, str]:
     first_units = (
         [stage.first_unit for stage in plan.pipeline.stages_by_rank[pp]] if plan.pipeline else [0]
     )
-    is_grouped = plan.job.activation_checkpoint.period > 1
+    is_grouped = plan.activation_checkpoint.period > 1
     labels = {}
     for location, _ in prediction.memory.timeline:
         text = LABELS.get(location.kind, location.kind)

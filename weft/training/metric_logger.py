@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from weft.config.errors import WeftError
+from weft.config.schema import flatten
 from weft.data.dataset import Dataset
 from weft.monitor.anomaly import Anomaly, AnomalyDetector, DivergenceDetector
 from weft.monitor.device_memory import memory_peak_gib, read_prediction
@@ -164,7 +165,8 @@ class MetricLogger:
         self._sources.reset()
         self._metrics.reset()
         if self._rank.rank == 0:
-            self._sinks = open_sinks(self._plan, step, self._console)
+            plan, job = self._plan, self._plan.job
+            self._sinks = open_sinks(job.monitor, flatten(job), plan, step, self._console)
         elif not self._console.quiet:
             self._sinks = [Terminal(self._console, self._plan.num_steps, step, is_first=False)]
         for sink in self._sinks:

@@ -167,7 +167,7 @@ def open_run(
         layer_stats = open_layer_stats(built)
         metrics = MetricLogger(built, dataset, rank, layer_stats, timer, events, console)
         stack.enter_context(closing(metrics))
-        profiler = stack.enter_context(Profiler(plan, rank.device, log))
+        profiler = stack.enter_context(Profiler(job.profile, plan, rank.device, log))
         blocks = plan.family.blocks
 
         if is_first and state.step < plan.num_steps:

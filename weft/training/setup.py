@@ -95,7 +95,7 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
         torch.accelerator.set_device_index(device)
         # Pools of symmetric memory are incompatible with growing segments (pytorch#187465), and so
         # are NCCL's buffers in CUDA graphs (pytorch#158029, torchtitan#3306).
-        uses_pools = plan.async_tp or plan.job.parallel.symmetric_memory or plan.cuda_graphs
+        uses_pools = plan.async_tp or plan.parallel.symmetric_memory or plan.cuda_graphs
         if supports(plan.device, "expandable segments") and not uses_pools:
             enable_expandable_segments()
         backend = dist.get_default_backend_for_device(device)

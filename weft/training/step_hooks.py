@@ -56,10 +56,11 @@ def build_hooks(
         by_layer = job.monitor.router_metrics
         layers = family.moe_layers
         yield ExpertBalancer(model_parts, layers, rate, mesh, device, by_layer, plan.etp)
-    if job.optim.qk_clip_threshold or job.monitor.attention_logits:
+    threshold, by_layer = job.optim.qk_clip_threshold, job.monitor.attention_logits
+    if threshold or by_layer:
         from weft.optim.qk_clip import QKClip
 
-        yield QKClip(plan, model_parts, mesh, device)
+        yield QKClip(threshold, by_layer, plan, model_parts, mesh, device)
     # After QK-clip, which changes weights.
     if job.optim.ema_decay and optimizer is not None:
         from weft.optim.weight_average import WeightAverage

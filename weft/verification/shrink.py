@@ -250,7 +250,7 @@ def match_float8(case: Case, resume_plan: Plan) -> tuple[Case, Plan]:
         raise InvalidConfig([ConfigError("precision.float8", case.plan.float8, rule)])
     for i, plan in enumerate(plans):
         if extra := sorted(names[i] - common):
-            exclude = (*plan.job.precision.float8_exclude, *extra)
+            exclude = (*plan.precision.float8_exclude, *extra)
             job = replace(plan.job, precision={"float8_exclude": exclude})
             plans[i] = resolve(job, _make_machine(job, plan.axis_sizes, []))
     excluded = sorted(set.union(*names) - common)
@@ -296,7 +296,7 @@ def _shrink_parallel(
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
     if unchanged:
         return changes
-    group_size, shards = plan.job.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
+    group_size, shards = plan.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
     ep, per_shard = plan.ep, sizes["tp"] if plan.etp < plan.tp else 1
     if plan.etp < plan.tp and sizes["tp"] == 1:
         changes["etp"] = "tp"
@@ -306,7 +306,7 @@ def _shrink_parallel(
         ep = changes["ep"] = next(n for n in (2, ranks) if ranks % n == 0)
         if changes["ep"] == 1:
             notes.append("parallel.ep: not verified; it needs data-parallel ranks")
-        if plan.job.parallel.ep_chunks > 1:
+        if plan.parallel.ep_chunks > 1:
             changes["ep_chunks"] = 2
     if isinstance(group_size, int) and 1 < group_size < plan.dp_shard * plan.cp:
         divisors = [

@@ -65,7 +65,7 @@ def add_adapters(
 
         product = frozen_float8_linear(plan.float8, plan.float8_emulated)
         linears = dict.fromkeys(float8_names, product)
-    apply_lora(model, blocks, plan.job.lora, getattr(torch, plan.compute_dtype), linears)
+    apply_lora(model, blocks, plan.lora, getattr(torch, plan.compute_dtype), linears)
     return add_adapter_sharding(sharding)
 
 
