@@ -88,7 +88,12 @@ SAVED = (
     "checkpoint/commit.py",
     "checkpoint/fingerprint.py",
 )
-OPTIMIZER = ("optim/optimizer.py", "optim/low_precision_adamw.py", "optim/muon.py")
+OPTIMIZER = (
+    "optim/optimizer.py",
+    "optim/low_precision_adamw.py",
+    "optim/matrix_exchange.py",
+    "optim/muon.py",
+)
 RECORDS = (
     "training/metric_logger.py",
     "training/metric_logger.py",
@@ -1755,7 +1760,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "matrices are sent to other owners",
-        "optim/muon.py",
+        "optim/matrix_exchange.py",
         "sorted(self._assign_owners(matrices, size), key=lambda m: m.owner)",
         "self._assign_owners(matrices, size)",
         OPTIMIZER,
@@ -1763,7 +1768,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "every replica orthogonalizes all matrices",
-        "optim/muon.py",
+        "optim/matrix_exchange.py",
         "axes = [name for name in names if mesh[name].size() > 1]",
         'axes = [name for name in names if name != "dp_replicate" and mesh[name].size() > 1]',
         OPTIMIZER,
@@ -1771,7 +1776,7 @@ FAULTS: list[Fault] = [
     Fault(
         "double reduce",
         "each replica sends its part to the owner",
-        "optim/muon.py",
+        "optim/matrix_exchange.py",
         "senders = {min(ranks, key=nearest) for ranks in copies.values()}",
         "senders = set(matrix.parts)",
         OPTIMIZER,
@@ -1779,7 +1784,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "parts come from the other replica",
-        "optim/muon.py",
+        "optim/matrix_exchange.py",
         "return rank // width != owner // width, abs(rank - owner)",
         "return rank // width == owner // width, abs(rank - owner)",
         OPTIMIZER,
@@ -3554,7 +3559,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "Muon's matrices lie on one axis",
-        "optim/muon.py",
+        "optim/matrix_exchange.py",
         '    return create_mesh(mesh.device_type, ranks, (" x ".join(axes),), groups).get_group()',
         "    return mesh.get_group(axes[-1])",
     ),

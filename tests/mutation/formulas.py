@@ -1442,10 +1442,14 @@ def check_muon_replicas() -> None:
         off = float((param.detach().full_tensor() - expected).abs().max())
         expect(off < 1e-3 * section.lr, f"a replicated matrix is off by {off:.1e}", module)
     (exchange,) = optimizer._exchanges
-    expect(len(exchange.owned) == 2, f"this rank has {len(exchange.owned)} of 8 matrices", module)
-    crossing = [r for r, _ in exchange.to_receive if r // 2 != dist.get_rank() // 2]
+    expect(
+        len(exchange.parts.owned) == 2,
+        f"this rank has {len(exchange.parts.owned)} of 8 matrices",
+        module,
+    )
+    crossing = [r for r, _ in exchange.parts.to_receive if r // 2 != dist.get_rank() // 2]
     expect(not crossing, f"ranks {crossing} of the other replica send", module)
-    expect(len(exchange.to_receive) == 4, "a part is sent twice", module)
+    expect(len(exchange.parts.to_receive) == 4, "a part is sent twice", module)
 
 
 @check("unit: skipped steps")

@@ -14,7 +14,8 @@ from tests.harness import run_ranks
 from tests.small import full_tensor, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.state_dict import trainable_parameters
 from weft.config.schema import OptimSection
-from weft.optim.muon import _MatrixExchange, orthogonalize
+from weft.optim.matrix_exchange import MatrixExchange
+from weft.optim.muon import orthogonalize
 from weft.optim.optimizer import build_muon, masked_step, set_learning_rate
 from weft.training.setup import build
 
@@ -152,15 +153,15 @@ def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
             param.grad = make_param(param, grad)
         set_learning_rate(built.optimizer, 3e-4)
         built.optimizer.step()
-    exchanges: list[_MatrixExchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
+    exchanges: list[MatrixExchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
     names = {param: name for name, param in params.items()}
     shared = [exchange for exchange in exchanges if exchange.group is not None]
     return {
         "params": {name: full_tensor(param).detach().clone() for name, param in params.items()},
-        "work": [(names[e.params[m.param]], m.item) for e in shared for m in e.owned],
+        "work": [(names[e.params[m.param]], m.item) for e in shared for m in e.parts.owned],
         "matrices": sum(shape[0] for e in shared for shape in e.shapes),
         "numel": sum(math.prod(shape) for e in shared for shape in e.shapes),
-        "sent": sum(m.part_numel(e.rank) for e in shared for m in e.sent),
+        "sent": sum(m.part_numel(e.parts.rank) for e in shared for m in e.parts.sent),
         "pp": built.mesh.coordinates["pp"],
     }
 

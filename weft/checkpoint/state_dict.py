@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.optim.matrix_exchange import flat_zeros
 from weft.parallel.dtensor import is_dtensor, is_quantized, to_local
 from weft.parallel.tied_parameters import tied_group
 
@@ -111,8 +112,9 @@ def allocate_optimizer_state(
 ) -> None:
     """Allocate uninitialized optimizer state for the tensors of a checkpoint.
 
-    A saved tensor with its parameter's shape is sharded like the parameter.  Any other (AdamW's
-    step count) is unsharded on every rank.
+    A saved tensor with its parameter's shape is sharded like the parameter.  One whose key is in
+    the optimizer's ``flat_state`` is sharded as `weft.optim.matrix_exchange.flat_zeros` does.  Any
+    other (AdamW's step count) is unsharded on every rank.
 
     Args:
         model_parts: this rank's parts of the model.
@@ -121,13 +123,16 @@ def allocate_optimizer_state(
     """
     params = dict(trainable_parameters(model_parts))
     states: dict[torch.Tensor, StateDict] = {param: {} for param in params.values()}
+    flat_state = getattr(optimizer, "flat_state", ())
     for full_name, (shape, dtype) in saved.items():
         kind, _, suffix = full_name.partition(".")
         name, _, key = suffix.rpartition(".")
         if kind != "optim" or name not in params:
             continue
         param = params[name]
-        if shape == param.shape:
+        if key in flat_state and len(shape) == 1:
+            states[param][key] = flat_zeros(param, shape[0])
+        elif shape == param.shape:
             # Moments that will be rounded are first loaded at full size into CPU memory.
             load_device = "cpu" if hasattr(optimizer, "convert_loaded_state") else None
             states[param][key] = torch.empty_like(param.data, dtype=dtype, device=load_device)

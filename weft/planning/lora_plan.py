@@ -102,6 +102,7 @@ class TrainingCost(NamedTuple):
 
     seq_len: int
     units: list[UnitCost]  # of the unsharded model; empty if its family defines none
+    matrices: list[Matrix]  # of the blocks; with adapters, those that are adapted
     lora_rank: int  # 0: all weights are trained
     num_params: int  # without adapters
     active_params: int  # that one token uses, with adapters
@@ -135,14 +136,16 @@ def training_cost(
     units = family.unit_costs(model, seq_len) if family.unit_costs else []
     num_params = family.num_params(model)
     num_active = (family.num_active_params or family.num_params)(model)
-    common = (seq_len, units, section.rank, num_params)
+    matrices = list_matrices(model, family)
+    adapted = [m for m in matrices if not section.rank or is_target(m.name, section)]
+    common = (seq_len, units, adapted, section.rank, num_params)
     if not section.rank:
         experts = sum(unit.expert_params for unit in units)
         left, left_experts, *spared = _count_frozen(model, family, frozen_params, seq_len)
         counts = (num_active, num_params - left, experts - left_experts, 0, 0)
         return TrainingCost(*common, *counts, full - spared[0], causal - spared[1])
     trained = experts = active = quantized = 0
-    matrices, outer = list_matrices(model, family), outer_targets(model, section)
+    outer = outer_targets(model, section)
     if section.quantize != "none":
         quantized = sum(m.out_features * m.in_features * (m.experts or 1) for m in matrices)
     for name, outputs, inputs, num_experts, _ in [*matrices, *outer]:
