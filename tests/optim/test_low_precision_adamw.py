@@ -386,7 +386,7 @@ def packed_names(overrides: list[tuple[str, str]], store: str) -> set[str]:
 def test_lean_with_an_optimizer_of_the_user_is_refused() -> None:
     job = small_job(("optim.state_dtype", "8bit"), ("optim.name", "mine:build"))
     with pytest.raises(
-        InvalidConfig, match=r"optim.state_dtype=\"8bit\" is only for adamw and muon, not mine"
+        InvalidConfig, match=r"optim.state_dtype=\"8bit\" is only for adamw, muon, soap, not mine"
     ):
         resolve(job, Machine("cpu", devices=2, world_size=1))
 

@@ -82,6 +82,8 @@ CASES = [
      "lora.rank=4 lora.targets=lm_head model.tied_embeddings=false", 1),
     ("optim.momentum=0.9", "", 1, "optim.name=muon", 1),
     ("optim.momentum=0.9", "", 1, "optim.name=mine:build", 1),
+    ("optim.precondition_interval=5", "optim.name=muon", 1, "optim.name=soap", 1),
+    ("optim.max_precondition_dim=99", "", 1, "optim.name=soap", 1),
     ("optim.decay_fraction=0.5", "optim.schedule=cosine", 1, "", 1),
     ("optim.min_lr_ratio=0.5", "optim.decay_fraction=0", 1, "", 1),
     ("pipeline.schedule=GPipe", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),

@@ -698,7 +698,9 @@ class OptimGroup(Section):
     beta2: Fraction | Auto = key("auto", "decay of the second moment")
     eps: Above0 | Auto = key("auto", "term added to the denominator")
     momentum: Fraction | Auto = key("auto", "muon: momentum decay")
-    optimizer: Literal["auto", "adamw"] = key("auto", "muon: adamw for these matrices, too")
+    optimizer: Literal["auto", "adamw"] = key(
+        "auto", "muon and soap: adamw for these matrices, too"
+    )
 
     def options(self, optim: OptimSection) -> dict[str, Any]:
         """Return the options of a torch parameter group that differ from the optimizer's."""
@@ -723,12 +725,15 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     name: Name = key(
-        "adamw", "optimizer: adamw, muon, or module:function", on_resume="fixed", tries=("muon",)
+        "adamw",
+        "optimizer: adamw, muon, soap, or module:function",
+        on_resume="fixed",
+        tries=("muon", "soap"),
     )
     state_dtype: Literal["float32", "bfloat16", "8bit"] = key(
         "float32",
-        "adamw and muon: dtype of the moments; 8bit applies to the blocks' matrices, the rest "
-        "stays float32",
+        "adamw and muon: dtype of the moments; soap: of the momentum. 8bit applies to the blocks' "
+        "matrices, the rest stays float32",
     )
     ema_decay: Fraction = key(
         0.0,
@@ -740,6 +745,20 @@ class OptimSection(Section):
     )
     momentum: Fraction = key(
         0.95, "muon: momentum decay", needs="optim.name=muon|module:function", same_speed=True
+    )
+    precondition_interval: Annotated[int, Field(ge=1)] = key(
+        10,
+        "soap: updates between two changes of the bases",
+        needs="optim.name=soap",
+        tries=("1", "3"),
+    )
+    max_precondition_dim: Annotated[int, Field(ge=0)] = key(
+        10000,
+        "soap: maximum size of a side of a matrix that is rotated; each has 8 bytes per element of "
+        "a square of that size",
+        needs="optim.name=soap",
+        on_resume="fixed",
+        tries=("0", "40"),
     )
     lr: Above0 = key(3e-4, "peak learning rate", same_speed=True)
     beta1: Fraction = key(0.9, "decay of the first moment", same_speed=True)

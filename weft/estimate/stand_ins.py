@@ -29,6 +29,7 @@ from weft.estimate.traced_attention import GPU_KERNELS
 from weft.models.attention import DEVICE_KERNELS
 from weft.models.host_reads import document_starts, read_counts
 from weft.optim.low_precision_adamw import UPDATE
+from weft.optim.soap import is_basis_due
 from weft.parallel.backend import DEVICE_BACKEND, Backend
 from weft.parallel.block_attention import BLOCK
 from weft.parallel.expert_dispatch import is_positive_on_any_rank
@@ -123,4 +124,5 @@ HOST_READS: dict[Any, Callable[..., Any]] = {
     read_counts: balanced_counts,
     is_positive_on_any_rank: lambda count: False,  # the buffers of balanced experts suffice
     document_starts: one_document,
+    is_basis_due: lambda step, interval: False,  # a typical step; its memory is the same
 }

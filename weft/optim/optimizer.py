@@ -48,7 +48,19 @@ def build_muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimize
     return Muon(groups, momentum=optim.momentum, **adamw_options(optim))
 
 
-OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": build_adamw, "muon": build_muon}
+def build_soap(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
+    """Build SOAP for the blocks' matrices, AdamW for the rest: see `weft.optim.soap`."""
+    from weft.optim.soap import SOAP
+
+    interval, max_dim = optim.precondition_interval, optim.max_precondition_dim
+    return SOAP(groups, interval=interval, max_dim=max_dim, **adamw_options(optim))
+
+
+OPTIMIZERS: dict[str, BuildOptimizer] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+    "soap": build_soap,
+}
 
 
 def build_optimizer(

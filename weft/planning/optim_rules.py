@@ -18,7 +18,7 @@ from weft.planning.matrices import is_matrix, list_matrices
 from weft.planning.model_config import shown_name
 from weft.planning.plan import Plan
 
-WEFT_OPTIMIZERS = ("adamw", "muon")
+WEFT_OPTIMIZERS = ("adamw", "muon", "soap")
 # The weights that `weft.optim.qk_clip` scales.
 QUERY_KEY_WEIGHTS = ("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
 
@@ -27,7 +27,7 @@ def check_optimizer(errors: ConfigErrors, job: Job, model: Any, family: Family) 
     """Check the optimizer's keys, and that each pattern of its groups has an effect."""
     optim, key = job.optim, "optim.groups"
     if optim.state_dtype != "float32" and optim.name not in WEFT_OPTIMIZERS:
-        rule = f"is only for adamw and muon, not {optim.name}"
+        rule = f"is only for {', '.join(WEFT_OPTIMIZERS)}, not {optim.name}"
         errors.add("optim.state_dtype", rule, "use float32", ("optim.name",))
     frozen = find_frozen_params(job, model, family)
     _check_qk_clip(errors, job, model, frozen)
@@ -54,8 +54,8 @@ def group_warnings(plan: Plan) -> Iterator[str]:
     names = trainable_names(job, plan.model, plan.family) if optim.groups else {}
     for index, group in enumerate(optim.groups):
         own = [is_matrix for name, is_matrix in names.items() if optim.group_of(name) == index]
-        has_matrix = optim.name == "muon" and any(own)
-        has_muon = has_matrix and group.optimizer == "auto"
+        has_matrix = optim.name in ("muon", "soap") and any(own)
+        has_muon = optim.name == "muon" and has_matrix and group.optimizer == "auto"
         read = {"weight_decay": True, "momentum": has_muon, "optimizer": has_matrix}
         read |= dict.fromkeys(("beta1", "beta2", "eps"), not has_muon or not all(own))
         for option, is_read in read.items():
@@ -65,7 +65,9 @@ def group_warnings(plan: Plan) -> Iterator[str]:
             if group.lr_mult == 0:
                 reason = "lr_mult=0 freezes the group"
             elif not is_read and optim.name in WEFT_OPTIMIZERS:
-                updates = "Muon" if option in ("momentum", "optimizer") else "AdamW"
+                owners = {"momentum": "Muon", "optimizer": "Muon"}
+                owners |= {"optimizer": "SOAP"} if optim.name == "soap" else {}
+                updates = owners.get(option, "AdamW")
                 reason = f"{updates} updates no parameter of {list(group.params)}"
             if reason:
                 yield f"{option}={value} of optim.groups has no effect: {reason}. Remove it."

@@ -155,14 +155,17 @@ def fit_dp_shard(
 def moment_bytes_per_param(optim: OptimSection, cost: TrainingCost) -> float:
     """Return the mean bytes of the optimizer's state per trainable parameter.
 
-    Matrices of the blocks have one moment with Muon, others have AdamW's two.  The average of
-    ``optim.ema_decay`` is a state, too.
+    Matrices of the blocks have one moment with Muon; with SOAP a second, in float32, and its means
+    and bases.  Others have AdamW's two.  The average of ``optim.ema_decay`` is a state, too.
     """
     average = 4 if optim.ema_decay else 0
     ranges = 2 / MOMENT_BLOCK_SIZE if optim.state_dtype == "8bit" else 0.0
     if ranges and (rank := cost.lora_rank):  # half of an adapter has rows of this length
         ranges = (ranges + 2 * -(-rank // MOMENT_BLOCK_SIZE) / rank) / 2
-    matrix = average + MOMENT_BYTES[optim.state_dtype] / (1 + (optim.name == "muon")) + ranges
+    has_momentum = optim.name in ("muon", "soap")
+    matrix = average + MOMENT_BYTES[optim.state_dtype] / (1 + has_momentum) + ranges
+    if optim.name == "soap":
+        matrix += 4 + soap_bytes_per_param(optim, cost)
     other = average + (4 if optim.state_dtype == "bfloat16" else 8)
     if cost.lora_rank:
         saved = cost.saved_params / max(1, cost.trainable_params)
@@ -173,6 +176,19 @@ def moment_bytes_per_param(optim: OptimSection, cost: TrainingCost) -> float:
     block_params = sum(unit.params for unit in blocks)
     other_params = first.params + last.params
     return (matrix * block_params + other * other_params) / (block_params + other_params)
+
+
+def soap_bytes_per_param(optim: OptimSection, cost: TrainingCost) -> float:
+    """Return the bytes of SOAP's means and bases per element of a matrix."""
+    elements = squares = 0
+    for matrix in cost.matrices:
+        rows, columns = matrix.out_features, matrix.in_features
+        rank = cost.lora_rank
+        for sides in ((rank, columns), (rows, rank)) if rank else ((rows, columns),):
+            elements += sides[0] * sides[1] * (matrix.experts or 1)
+            rotated = (side * side for side in sides if side <= optim.max_precondition_dim)
+            squares += sum(rotated) * (matrix.experts or 1)
+    return 8 * squares / max(1, elements)
 
 
 def state_bytes_per_param(
