@@ -265,6 +265,7 @@ EXTRA = [
     (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
     (5, 1, "dp_shard2 activation_checkpoint.mode=selective"),
     (5, 5, "dp_shard2 optim.name=muon"),
+    (5, 5, "dp_shard2 optim.name=soap"),
     (7, 1, "dp_shard2 optim.state_dtype=bfloat16"),
     (9, 6, "dp_shard2"),
     (9, 6, "tp2"),
