@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from weft.config.axes import AXES
 from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import write_json
 from weft.verification.shrink import plan_for_recipe
@@ -62,7 +63,6 @@ BASE: Overrides = {
     "train.microbatch_size": "1",
     "train.seq_len": "256",
 }
-AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True)

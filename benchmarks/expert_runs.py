@@ -142,11 +142,12 @@ def common_keys(steps: int, directory: Path) -> dict[str, Any]:
 
 def run_weft(keys: dict[str, Any], directory: Path) -> list[float]:
     """Train in one layout; return the loss of every step."""
+    from weft.config.axes import AXES
     from weft.records.jsonl_reader import read_records
 
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1} | keys
     full = {key if "." in key else f"parallel.{key}": value for key, value in degrees.items()}
-    ranks = np.prod([degrees[axis] for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp")])
+    ranks = np.prod([degrees[axis] for axis in AXES])
     full |= {"run.nproc_per_node": int(ranks), "run.dir": directory}
     overrides = [word for key, value in full.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "weft", "train", "pretrain", *overrides]

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.composability import run_in_process, run_pair  # noqa: E402
+from weft.config.axes import AXES  # noqa: E402
 from weft.config.files import write_json  # noqa: E402
 from weft.models import FAMILIES  # noqa: E402
 
@@ -62,7 +63,7 @@ def verify_layout(kind: str, layout: str) -> dict[str, Any]:
     if layout == "ep" and not base.num_experts:
         return {"outcome": "none", "reason": "no experts"}
     ranks = 1
-    for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
+    for axis in AXES:
         ranks *= int(overrides.get(f"parallel.{axis}", "1"))
     return run_pair(
         {

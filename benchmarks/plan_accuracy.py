@@ -164,6 +164,10 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def dp_cp_size(self) -> int:
+        return self.dp_size * self.cp
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_len
 
@@ -205,7 +209,7 @@ class PublishedRun(DecoderFormulas):
 
     @property
     def optimizer_shards(self) -> int:
-        return self.layout.dp_size * self.layout.cp if self.zero == 1 else super().optimizer_shards
+        return self.layout.dp_cp_size if self.zero == 1 else super().optimizer_shards
 
     def cast_traffic(self, matmuls: list[Matmul]) -> tuple[float, float]:
         """Return `DecoderFormulas.cast_traffic`; four bits also take a rotation and a second scale.

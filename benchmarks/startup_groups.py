@@ -44,12 +44,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.counting_store import CountingStore
+from weft.config.axes import AXES, EXPERT_AXES, PARAMETER_AXES
 from weft.config.reader import read_job
 from weft.monitor.process import die_with_parent
-from weft.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Groups, build_mesh, create_mesh
+from weft.parallel.mesh import Groups, build_mesh, create_mesh
 from weft.parallel.private import create_tcp_store
 from weft.planning.devices import parse_cluster
-from weft.planning.placement import AXES
 from weft.planning.plan import Plan
 from weft.planning.plan_text import cluster_machine
 from weft.planning.resolve import resolve

@@ -21,16 +21,17 @@ import torch
 from tests.covering import Case, cover_pairs
 from tests.harness import run_ranks
 from tests.small import Overrides, gradients, merged
+from weft.config.axes import AXES
 from weft.planning.pipeline_schedule import SCHEDULES
 
-AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
+TWO_RANKS = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
 
 
 def parse(layout: str) -> tuple[int, Overrides]:
     """Return the number of ranks and the overrides of a layout."""
     ranks, overrides = 1, []
     for word in layout.split():
-        match = re.fullmatch(r"(dp_shard|dp_replicate|tp|pp|cp)(\d+)", word)
+        match = re.fullmatch(rf"({'|'.join(AXES)})(\d+)", word)
         if match:
             ranks *= int(match[2])
             overrides.append((f"parallel.{match[1]}", match[2]))
@@ -204,7 +205,7 @@ def size(layout: str) -> Overrides:
 
 
 def combinations(count: int) -> list[str]:
-    return [" ".join(axes) for axes in itertools.combinations(AXES, count)]
+    return [" ".join(axes) for axes in itertools.combinations(TWO_RANKS, count)]
 
 
 SINGLE, PAIRS, THREE, FOUR = (combinations(count) for count in (1, 2, 3, 4))

@@ -49,6 +49,7 @@ from tests.verification.test_verify import (
 from weft.checkpoint.load import load_checkpoint
 from weft.cli.main import main as weft
 from weft.cli.verify_command import parse_layout
+from weft.config.axes import AXES
 from weft.config.errors import InvalidConfig
 from weft.config.schema import flatten
 from weft.planning.needs import list_keys
@@ -119,7 +120,7 @@ def test_draw_covers_techniques_and_layouts() -> None:
     assert remaining > 40
     assert len(pairs) > 500
     plans = [make_case(job.overrides, 8).plan for job in jobs]
-    for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
+    for axis in AXES:
         assert sum(plan.axis_sizes[axis] > 1 for plan in plans) > 3, axis
     assert all(1 <= plan.world_size <= 8 for plan in plans)
     assert sum(plan.world_size > 2 for plan in plans) > 20

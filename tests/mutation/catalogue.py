@@ -3182,7 +3182,7 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "tokens of replicas are not counted",
         "parallel/mesh.py",
-        '("dp_shard", "dp_replicate")',
+        "reversed(BATCH_AXES)",
         '("dp_shard",)',
         MESH,
     ),

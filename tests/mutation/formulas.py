@@ -45,6 +45,7 @@ from weft.checkpoint.load import load_checkpoint
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import list_checkpoints
 from weft.checkpoint.state_dict import model_state, optimizer_state, trainable_parameters
+from weft.config.axes import AXES
 from weft.config.errors import WeftError, lookup
 from weft.config.schema import DataSection, Job, LoraSection
 from weft.config.writer import to_toml
@@ -1768,8 +1769,7 @@ def load_layout(directory: str, overrides: Overrides) -> dict[str, Any]:
 
 
 def _world(overrides: Overrides) -> int:
-    axes = ("dp_shard", "dp_replicate", "tp", "pp", "cp")
-    return math.prod(int(v) for k, v in overrides if k.removeprefix("parallel.") in axes)
+    return math.prod(int(v) for k, v in overrides if k.removeprefix("parallel.") in AXES)
 
 
 def _find_between(source: Overrides, target: Overrides) -> Callable[[str, float], Any]:

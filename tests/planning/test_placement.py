@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 
+from weft.config.axes import AXES
 from weft.planning import rank_map
 from weft.planning.placement import (
-    AXES,
     MESH_ORDERS,
     coordinates_to_rank,
     count_ranks,

@@ -22,12 +22,13 @@ from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, sized_recipes, small_job, this_rank
 from weft.checkpoint.state_dict import trainable_parameters
+from weft.config.axes import AXES
 from weft.config.reader import RECIPES
 from weft.config.schema import Job
 from weft.estimate.private_trace import clear_mesh_cache
 from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
-from weft.planning.placement import AXES, coordinates_to_rank, rank_groups, rank_to_coordinates
+from weft.planning.placement import coordinates_to_rank, rank_groups, rank_to_coordinates
 from weft.planning.plan import Machine, Plan
 from weft.planning.plan_text import plan_recipe
 from weft.training.loss import chunk_tokens

@@ -20,10 +20,10 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from weft.comparison.variants import Variant
+from weft.config.axes import AXES
 from weft.config.files import read_json, reading
 from weft.config.formatting import display_path
 from weft.monitor.step_record import device_hours
-from weft.planning.placement import AXES
 from weft.records.jsonl_reader import read_records
 from weft.records.run_cost import LAUNCH_FILE
 from weft.verification.verify import format_layout

@@ -10,6 +10,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from weft.config.accelerators import GPU
+from weft.config.axes import AXES
 from weft.config.errors import MISSING
 from weft.config.files import expand_path
 from weft.config.keys import KeyFacts, Section, key
@@ -955,7 +957,7 @@ class ParallelSection(Section):
     @property
     def ranks_per_shard(self) -> int:
         """The product of all degrees except ``dp_shard``."""
-        return self.pp * self.dp_replicate * self.cp * self.tp
+        return math.prod(getattr(self, axis) for axis in AXES if axis != "dp_shard")
 
     @property
     def num_ranks(self) -> int | None:

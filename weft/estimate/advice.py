@@ -154,9 +154,9 @@ def mesh_changes(plan: Plan) -> Iterator[Change]:
     auto_shard: Change = {} if job.parallel.dp_shard == "auto" else {"parallel.dp_shard": "auto"}
     if plan.dp_replicate > 1:
         yield {"parallel.dp_replicate": 1} | auto_shard
-    degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp}
-    for axis, degree in degrees.items():
-        limit = {"tp": plan.local_world_size, "pp": 64, "cp": plan.seq_len // 8192}[axis]
+    limits = {"tp": plan.local_world_size, "pp": 64, "cp": plan.seq_len // 8192}
+    for axis, limit in limits.items():
+        degree = plan.axis_sizes[axis]
         for other in sorted({1, degree // 2, 2 * degree, 4 * degree} - {0, degree}):
             if other <= max(1, limit):
                 auto_reshard = {"parallel.reshard_after_forward": "auto"} if axis == "pp" else {}

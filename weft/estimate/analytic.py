@@ -196,7 +196,7 @@ class DecoderFormulas:
     @property
     def pp_stride(self) -> int:
         """Distance between neighbors of a pipeline, in ranks."""
-        return self.plan.tp * self.plan.cp * self.plan.dp_size
+        return self.plan.tp * self.plan.dp_cp_size
 
     def step_seconds(self, hardware: Hardware) -> Seconds:
         """Return the seconds of a step by cause.
@@ -400,7 +400,7 @@ class DecoderFormulas:
             syncs = tuple((work, num_tables) for work in table_sync if num_tables)
             return StageWork((*forward_works, *syncs), backward_works)
         params = counts[stage] * self.layer_params + num_tables * self.table_params
-        group = plan.dp_size * plan.cp
+        group = plan.dp_cp_size
         if self.zero == 0 and group > 1:
             size = self.gradient_bytes * params
             op = Collective("all_reduce", size, "dp", group, plan.tp, self.dp_overlap)

@@ -374,7 +374,9 @@ def enumerate_candidates(plan: Plan, machine: Machine) -> Iterator[Candidate]:
                 for dp_shard in sorted({dp, max(1, min(dp, node // (tp * cp)))}):
                     if dp % dp_shard:
                         continue
-                    degrees = ParallelDims(pp, dp // dp_shard, dp_shard, cp, tp)
+                    degrees = ParallelDims(
+                        pp=pp, dp_replicate=dp // dp_shard, dp_shard=dp_shard, cp=cp, tp=tp
+                    )
                     for precision in precisions(plan, machine):
                         yield from mesh_candidates(plan, degrees, precision)
 

@@ -12,7 +12,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from weft.config.axes import SHARD_AXES
 from weft.config.schema import replace as replace_sections
+from weft.planning.placement import count_ranks
 from weft.planning.plan import Plan, Stage
 
 
@@ -106,7 +108,8 @@ def reshards_stages(plan: Plan) -> bool:
     """
     if plan.pipeline is None or plan.reshard_after_forward is False:
         return False
-    return max(Counter(plan.pipeline.stage_ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
+    shards = count_ranks(plan.axis_sizes, SHARD_AXES)
+    return max(Counter(plan.pipeline.stage_ranks).values()) > 3 and shards > 1
 
 
 def fold_stages(plan: Plan) -> tuple[Plan, list[int]] | None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from weft.checkpoint.state_dict import trainable_parameters
+from weft.config.axes import EXPERT_AXES, PARAMETER_AXES
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Extrapolation, HeterogeneousLayers, Segment, StepSize
 from weft.estimate.op_locations import (
@@ -50,7 +51,7 @@ from weft.estimate.trace_cache import load_or_compute
 from weft.estimate.traced_float8 import trace_mxfp8_casts
 from weft.models import Family
 from weft.optim.optimizer import clip_scale, compute_grad_norm, masked_step
-from weft.parallel.mesh import PARAMETER_AXES, Mesh
+from weft.parallel.mesh import Mesh
 from weft.parallel.private import get_group_ranks
 from weft.planning.pipeline_schedule import (
     Action,
@@ -202,10 +203,14 @@ def empty_batches(plan: Plan) -> list[Batch]:
 
 
 def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """Return the process groups of a rank by axis; ``dp_shard`` includes ``cp``."""
+    """Return the process groups of a rank by axis.
+
+    ``dp_shard``, or with ``train.world_size_invariant`` ``dp_replicate``, includes ``cp``.
+    """
     groups = {axis: mesh.get_group(axis) for axis in PARAMETER_AXES}
     if mesh.expert_mesh is not None:
-        groups |= {axis: mesh.expert_mesh.get_group(axis) for axis in ("efsdp", "ep")}
+        own = [axis for axis in EXPERT_AXES if axis not in PARAMETER_AXES]
+        groups |= {axis: mesh.expert_mesh.get_group(axis) for axis in own}
         replicas = mesh.expert_mesh.get_group("dp_replicate")
         if groups["efsdp"].size() == 1 and replicas is not groups["dp_replicate"]:
             groups["efsdp"] = replicas  # train.world_size_invariant

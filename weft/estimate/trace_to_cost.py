@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
 
+from weft.config.axes import FSDP_AXES
 from weft.estimate.cost import (
     Attention,
     AttentionKernel,
@@ -78,9 +79,7 @@ class TracePricer:
         self.is_compiled, self.forward_passes = plan.is_compiled, forward_passes(plan)
         self.num_experts = getattr(plan.model, "num_experts", 0)
         self.overlaps: dict[str, Overlap] = {
-            "dp_shard": "prefetch",
-            "dp_replicate": "prefetch",
-            "efsdp": "prefetch",
+            **dict.fromkeys(FSDP_AXES, "prefetch"),
             "cp": "ring" if plan.parallel.cp_method == "ring" else "exposed",
             "ep": "pair" if plan.overlaps_dispatch else "exposed",
         }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`

@@ -22,6 +22,7 @@ from weft.checkpoint.best import select_checkpoint
 from weft.checkpoint.load import load_checkpoint, load_frozen_params
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints, read_manifest
 from weft.checkpoint.run_fingerprints import check_run_files
+from weft.config.axes import AXES
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.keys import Section
 from weft.config.reader import read_job
@@ -34,7 +35,6 @@ from weft.parallel.lora import TokenRows, apply_lora, find_head_with_rows
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.planning.matrices import list_matrices
 from weft.planning.model_config import NO_MTP, resolve_section
-from weft.planning.placement import AXES
 from weft.planning.plan import Plan
 from weft.planning.resolve import resolve
 from weft.planning.shard_sizes import chunk_range

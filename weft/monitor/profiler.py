@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.config.accelerators import supports
+from weft.config.axes import AXES, SHARD_AXES
 from weft.config.files import replace_text, write_json
 from weft.config.schema import ProfileSection, steps_of
 from weft.monitor import spans
@@ -50,7 +51,7 @@ from weft.monitor.device_memory import read_prediction
 from weft.monitor.faults import fault_point
 from weft.monitor.step_timer import PHASES, enter_phase
 from weft.parallel.private import dump_memory_snapshot, set_memory_history, wrap_collectives
-from weft.planning.placement import AXES, rank_to_coordinates
+from weft.planning.placement import rank_to_coordinates
 from weft.planning.plan import Plan
 
 STEP = ("sync", "data", "forward_backward", "update", "device")  # keys of `PHASES`
@@ -360,6 +361,6 @@ def find_axis(ranks: Sequence[int], plan: Plan) -> str:
     """Return the single mesh axis along which ranks differ; `WORLD` for several."""
     coordinates = [rank_to_coordinates(rank, plan.axis_sizes, plan.axis_order) for rank in ranks]
     axes = {axis for axis in AXES if len({each[axis] for each in coordinates}) > 1}
-    if axes == {"dp_shard", "cp"}:
-        return "dp_shard"  # parameters are sharded over both
+    if len(axes) > 1 and axes <= {*SHARD_AXES}:
+        return "dp_shard"  # parameters are sharded over all of them
     return axes.pop() if len(axes) == 1 else WORLD

@@ -24,14 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.config.axes import AXES, BATCH_AXES, EXPERT_AXES, PARAMETER_AXES
 from weft.parallel.private import create_group
-from weft.planning.placement import AXES, rank_to_coordinates
+from weft.planning.placement import rank_to_coordinates
 from weft.planning.plan import Plan
-
-# In weft, an axis belongs to a mesh and a dim to a tensor.
-PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "tp")
-
 
 CreateGroup = Callable[[str, Tensor, str], Any]  # see `create_group`
 Groups = dict[str, dist.ProcessGroup]  # by axis; "this rank" for all axes of one rank
@@ -41,7 +37,7 @@ Groups = dict[str, dist.ProcessGroup]  # by axis; "this rank" for all axes of on
 class Mesh:
     """The process groups of this rank, and its coordinates."""
 
-    param_mesh: DeviceMesh  # axes `PARAMETER_AXES`; dp_shard includes cp
+    param_mesh: DeviceMesh  # axes `PARAMETER_AXES`; one includes cp, see above
     coordinates: dict[str, int]  # this rank's index on each of `AXES`
     dp_rank: int  # this rank's index among the ranks that read different sequences
     groups: Groups  # of both meshes, of cp and of tied parameters
@@ -56,7 +52,7 @@ class Mesh:
     @cached_property
     def dp_cp_groups(self) -> list[dist.ProcessGroup]:
         """This rank's groups of several data- and context-parallel ranks."""
-        groups = map(self.get_group, ("dp_shard", "dp_replicate"))
+        groups = map(self.get_group, reversed(BATCH_AXES))
         return [group for group in groups if group.size() > 1]
 
     def all_reduce_dp_cp(self, value: Tensor, *axes: str) -> Tensor:
@@ -78,7 +74,7 @@ def build_mesh(plan: Plan, create_group: CreateGroup = create_group) -> Mesh:
     ranks = torch.arange(plan.world_size).reshape([plan.axis_sizes[a] for a in plan.axis_order])
     ranks = ranks.permute([plan.axis_order.index(axis) for axis in AXES])
     groups: Groups = {}
-    replicas = plan.dp_size * plan.cp // plan.fsdp_size
+    replicas = plan.dp_cp_size // plan.fsdp_size
     shape = (plan.pp, replicas, plan.fsdp_size, plan.tp)
     param_mesh = create_mesh(
         plan.device, ranks.reshape(shape), PARAMETER_AXES, groups, create_group

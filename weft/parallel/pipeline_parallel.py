@@ -63,7 +63,7 @@ def build_pipeline_schedule(
     pipeline = plan.pipeline
     assert pipeline is not None
     num_stages = len(pipeline.stages)
-    tokens = seq_len // plan.cp
+    tokens = seq_len // plan.sequence_shards
     hidden_tokens = tokens // (plan.tp if sequence_parallel else 1)
     hidden_BTD = (plan.microbatch_size, hidden_tokens, plan.model.dim)
     num_outputs = 1 + getattr(plan.model, "mtp_layers", 0)

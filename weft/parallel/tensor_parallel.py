@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from weft.config.axes import LOCAL_AXES
 from weft.models.family import TensorParallelSpec
 from weft.models.layers import LayerNorm, RMSNorm, multiply
 from weft.parallel.collectives import (
@@ -59,9 +60,6 @@ from weft.parallel.collectives import (
 )
 from weft.parallel.dtensor import from_local
 from weft.planning.shard_sizes import chunk_range, key_heads, query_heads
-
-# FSDP gathers a weight over all axes but these.
-LOCAL_AXES = {"ep", "tp"}
 
 
 def apply_tensor_parallel(

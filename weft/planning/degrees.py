@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weft.config.axes import AXES, BATCH_AXES, MESSAGE_ORDER, SEQUENCE_AXES, SHARD_AXES
 from weft.config.errors import ConfigErrors
 from weft.config.schema import ParallelSection
-from weft.planning.placement import AXES, DEGREE_KEYS
+from weft.planning.placement import DEGREE_KEYS, count_ranks
 
 # In remedies: the number of ranks, on one node or on several.
 NPROC, RANKS = "run.nproc_per_node=", "run.nodes times run.nproc_per_node = "
@@ -33,12 +34,17 @@ class ParallelDims:
     @property
     def dp_size(self) -> int:
         """Data-parallel ranks, which read different sequences."""
-        return self.dp_replicate * self.dp_shard
+        return count_ranks(self.axis_sizes, BATCH_AXES)
+
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks that share the tokens of a sequence through the whole model."""
+        return count_ranks(self.axis_sizes, SEQUENCE_AXES)
 
     @property
     def fsdp_size(self) -> int:
         """Ranks that FSDP shards a parameter over: dp_shard x cp."""
-        return self.dp_shard * self.cp
+        return count_ranks(self.axis_sizes, SHARD_AXES)
 
     @property
     def etp(self) -> int:
@@ -48,7 +54,7 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
-        return self.dp_size * self.pp * self.cp * self.tp
+        return count_ranks(self.axis_sizes)
 
 
 def resolve_degrees(
@@ -69,7 +75,7 @@ def resolve_degrees(
     dp_shard = (
         max(1, world_size // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
     )
-    degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
+    degrees = {name: getattr(parallel, name) for name in MESSAGE_ORDER}
     above_one = {name: degree for name, degree in degrees.items() if degree > 1}
     if is_automatic and world_size % unit:
         name = next(iter(above_one))
@@ -94,8 +100,8 @@ def resolve_degrees(
         elif world_size % unit:
             remedy = f"{valid}, and smaller degrees than {others}"
         errors.add("parallel.dp_shard", rule, remedy, depends)
-    mesh = parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp
-    return ParallelDims(*mesh, parallel.ep, parallel.has_whole_experts)
+    sizes = {**degrees, "dp_shard": dp_shard}
+    return ParallelDims(**sizes, ep=parallel.ep, whole_experts=parallel.has_whole_experts)
 
 
 def divisors(n: int, at_most: int | None = None) -> list[int]:

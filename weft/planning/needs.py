@@ -78,7 +78,7 @@ def _gathers_params(plan: Plan) -> bool:
 
 
 def _reduces_often(plan: Plan) -> bool:
-    several = min(plan.num_microbatches, plan.dp_size * plan.cp) > 1
+    several = min(plan.num_microbatches, plan.dp_cp_size) > 1
     return several and not plan.world_size_invariant
 
 

@@ -86,7 +86,7 @@ def resolve_pipeline(
     defers = job.pipeline.defer_weight_gradients and not job.train.world_size_invariant
     in_flight = max_in_flight(schedule if defers else join_halves(schedule))
     # tp divides the parameters and activations of every unit equally; cp divides activations.
-    tokens = microbatch_size * cost.seq_len / (degrees.cp * degrees.tp)
+    tokens = microbatch_size * cost.seq_len / (degrees.sequence_shards * degrees.tp)
     units = cost.units
     if uses_embedding_twice(model):  # the last stage has a copy of the table
         first, *blocks, last = units

@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 
-# The axes of a mesh, in their default order.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from weft.config.axes import AXES
+
 DEGREE_KEYS = tuple(f"parallel.{name}" for name in AXES)
 
 MESH_ORDERS: dict[str, tuple[str, ...]] = {
     "pipeline-outer": AXES,
-    "replica-outer": ("dp_replicate", "pp", "dp_shard", "cp", "tp"),
+    "replica-outer": ("dp_replicate", *(axis for axis in AXES if axis != "dp_replicate")),
 }
 
 Sizes = Mapping[str, int]
@@ -48,9 +48,9 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 # --------------------------------------------------------------------------- ranks and groups
 
 
-def count_ranks(sizes: Sizes) -> int:
-    """Return the number of ranks."""
-    return math.prod(sizes.values())
+def count_ranks(sizes: Sizes, axes: Iterable[str] = AXES) -> int:
+    """Return the number of ranks along several axes together, by default of the mesh."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def rank_to_coordinates(rank: int, sizes: Sizes, order: Sequence[str] = AXES) -> dict[str, int]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.config.axes import AXES, BATCH_AXES, SEQUENCE_AXES, SHARD_AXES
 from weft.config.schema import (
     ActivationCheckpointSection,
     CompileSection,
@@ -21,7 +22,7 @@ from weft.config.schema import (
 )
 from weft.models import Family, load_family
 from weft.planning.cuda_graph_rules import uses_cuda_graphs
-from weft.planning.placement import AXES, MESH_ORDERS, rank_groups, ranks_per_node
+from weft.planning.placement import MESH_ORDERS, count_ranks, rank_groups, ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,17 @@ class Plan:
     @property
     def dp_size(self) -> int:
         """Data-parallel ranks, which read different data."""
-        return self.dp_replicate * self.dp_shard
+        return count_ranks(self.axis_sizes, BATCH_AXES)
+
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks that share the tokens of a sequence through the whole model."""
+        return count_ranks(self.axis_sizes, SEQUENCE_AXES)
+
+    @property
+    def dp_cp_size(self) -> int:
+        """Data- and context-parallel ranks, over which gradients are summed."""
+        return self.dp_size * self.sequence_shards
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -343,7 +354,7 @@ class Plan:
     @property
     def fsdp_size(self) -> int:
         """Ranks that FSDP shards a parameter over; 1 with ``train.world_size_invariant``."""
-        return 1 if self.world_size_invariant else self.dp_shard * self.cp
+        return 1 if self.world_size_invariant else count_ranks(self.axis_sizes, SHARD_AXES)
 
     @property
     def schedule_name(self) -> str:
@@ -383,7 +394,7 @@ class Plan:
     @property
     def shard_ranks_per_node(self) -> int | None:
         """Ranks per node of each FSDP shard group; None if nodes differ."""
-        group = rank_groups(("dp_shard", "cp"), self.axis_sizes, self.axis_order)[0]
+        group = rank_groups(SHARD_AXES, self.axis_sizes, self.axis_order)[0]
         counts = set(ranks_per_node(group, self.local_world_size).values())
         return counts.pop() if len(counts) == 1 else None
 

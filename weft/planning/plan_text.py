@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from weft.config.axes import SHARD_AXES
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job, recipe_title
 from weft.config.schema import Job, RunSection
@@ -236,7 +237,8 @@ def _describe_sharding(plan: Plan) -> str:
         gathered = "freed after forward" if reshard else "kept for the step"
     else:
         gathered = f"resharded over {reshard} ranks after forward"
-    product = f" (dp_shard {plan.dp_shard} x cp {plan.cp})" if plan.cp > 1 else ""
+    product = " x ".join(f"{axis} {plan.axis_sizes[axis]}" for axis in SHARD_AXES)
+    product = f" ({product})" if fsdp_size > plan.dp_shard else ""
     text = f"parameters over {fsdp_size:,} ranks{product}"
     text += f"{experts}, gathered parameters {gathered}"
     if plan.num_microbatches == 1:
@@ -275,7 +277,7 @@ def estimate_memory_bytes(plan: Plan) -> float | None:
         cost.units,
         tp=plan.tp,
         pp=1,
-        tokens=0 if stage_bytes else plan.microbatch_size * plan.seq_len // plan.cp,
+        tokens=0 if stage_bytes else plan.microbatch_size * plan.seq_len // plan.sequence_shards,
         in_flight=1,
         bytes_per_param=0.0 if stage_bytes else bytes_per_param,
         compute_bytes=compute_bytes,

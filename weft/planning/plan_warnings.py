@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from weft.config.axes import AXES
 from weft.config.schema import PrecisionSection
 from weft.planning.degrees import divisors, format_choices
 from weft.planning.lora_plan import plan_cost
 from weft.planning.matrices import find_float8_matrices, list_matrices, tensor_parallel_spec
 from weft.planning.placement import (
-    AXES,
     Sizes,
     count_ranks,
     group_array,

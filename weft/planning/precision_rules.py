@@ -66,12 +66,13 @@ def check_float8(
         )
         remedy = "use none, or precision.float8_small=true to convert small matrices too"
         errors.add(key, rule, remedy, ("precision.float8_exclude",))
-    tokens = job.train.seq_len // degrees.cp
+    tokens = job.train.seq_len // degrees.sequence_shards
     # The product for the gradient of a weight sums over tokens; frozen weights have none.
     sums_tokens = recipe != "rowwise_with_gw_hp" and not (job.lora.rank and recipe != "mxfp8")
     if sums_tokens and tokens % unit:
         rule = f"gives {tokens} tokens per sequence and rank, not a multiple of {unit} (float8)"
-        remedy = f"use a multiple of {unit * degrees.cp}, or precision.float8 rowwise_with_gw_hp"
+        multiple = unit * degrees.sequence_shards
+        remedy = f"use a multiple of {multiple}, or precision.float8 rowwise_with_gw_hp"
         errors.add("train.seq_len", rule, remedy, (key, "parallel.cp"))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from weft.config.axes import AXES
 from weft.config.formatting import format_columns
 from weft.planning.placement import (
-    AXES,
     Sizes,
     count_ranks,
     group_array,
@@ -85,9 +85,10 @@ def _split_into_lines(ranks: range, sizes: Sizes, order: Sequence[str]) -> list[
     that the ranges alone describe the line.
     """
     coordinates = [(rank, rank_to_coordinates(rank, sizes, order)) for rank in ranks]
-    replica_size = math.prod(sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
-    # Replicas of one rank share a line, because their indices follow from their ranks.
-    split_axes = {"pp"} if replica_size == 1 else {"pp", "dp_replicate"}
+    split_axes = {"pp", "dp_replicate"}
+    if count_ranks(sizes, (axis for axis in AXES if axis not in split_axes)) == 1:
+        # Replicas of one rank share a line, because their indices follow from their ranks.
+        split_axes = {"pp"}
     # If nodes and mesh do not align, lines must be finer; lines of one tp group always suffice.
     finer_axes = [axis for axis in order if axis not in split_axes and axis != "tp"]
     while True:

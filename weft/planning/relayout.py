@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 
+from weft.config.axes import BATCH_AXES, DEGREES
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job, ParallelSection, replace
 from weft.planning.degrees import divisors
@@ -89,6 +90,6 @@ def _is_accepted(job: Job, machine: Machine) -> bool:
 
 def format_degrees(parallel: ParallelSection) -> str:
     """Format degrees as options, such as ``--parallel.pp 4 --parallel.tp 8``."""
-    names = [name for name in ("pp", "cp", "ep", "tp") if getattr(parallel, name) > 1]
+    names = [n for n in DEGREES if n not in BATCH_AXES and getattr(parallel, n) > 1]
     options = [f"--parallel.{name} {getattr(parallel, name)}" for name in names]
     return " ".join([*options, "--parallel.dp_shard auto"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weft.config.accelerators import unit_of
+from weft.config.axes import MESSAGE_ORDER
 from weft.config.errors import ConfigErrors, InvalidConfig
 from weft.config.reader import recipe_names, recipe_slug
 from weft.config.schema import Job, ParallelSection, difference
@@ -181,11 +182,7 @@ def resolve(
         local_world_size=local_world_size,
         node_counts=(num_nodes,),
         rendezvous=job.run.rendezvous,
-        pp=degrees.pp,
-        dp_replicate=degrees.dp_replicate,
-        dp_shard=degrees.dp_shard,
-        cp=degrees.cp,
-        tp=degrees.tp,
+        **degrees.axis_sizes,
         ep=degrees.ep,
         mesh_order=parallel.mesh_order,
         # The number of threads of a matrix product can change its last bit.
@@ -407,8 +404,8 @@ def _resolve_nproc(
 def _check_nodes(errors: ConfigErrors, job: Job, num_nodes: int, limit: int, device: str) -> int:
     """Record that the ranks of a layout do not fit on the nodes; return their number."""
     parallel, unit = job.parallel, job.parallel.ranks_per_shard
-    names = ("tp", "pp", "cp", "dp_replicate")
-    sizes = {name: getattr(parallel, name) for name in names if getattr(parallel, name) > 1}
+    degrees = {name: getattr(parallel, name) for name in MESSAGE_ORDER}
+    sizes = {name: degree for name, degree in degrees.items() if degree > 1}
     key = next(iter(sizes), "dp_shard") if parallel.num_ranks is None else "dp_shard"
     others = " and ".join(f"{name}={size}" for name, size in sizes.items() if name != key)
     num_ranks = parallel.num_ranks or unit

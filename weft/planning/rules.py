@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from weft.config.accelerators import Technique, supported_devices, supports
+from weft.config.axes import SHARD_AXES
 from weft.config.errors import ConfigErrors
 from weft.config.files import parse_address
 from weft.config.schema import (
@@ -39,6 +40,7 @@ from weft.planning.shard_sizes import chunk_range, query_heads
 
 MAX_PROFILED_STEPS = 20
 MAX_TP = 64  # that remedies name
+SHARD_TEXT = " x ".join(SHARD_AXES)
 
 
 def check_sections(errors: ConfigErrors, job: Job, model: Any, degrees: ParallelDims) -> None:
@@ -452,7 +454,7 @@ def _check_tensor_parallel(
             limit = sum(n == i for i, n in enumerate(valid, 1))  # up to which all are valid
             remedy = _tp_remedy(degrees, fixed_ranks, valid, f"at most {limit}")
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
-    local_seq_len = job.train.seq_len // degrees.cp
+    local_seq_len = job.train.seq_len // degrees.sequence_shards
     causes = {"sequence parallelism": "sequence_parallel=false", "whole experts": "etp=tp"}
     is_cause = job.parallel.sequence_parallel, is_whole
     causes = dict(itertools.compress(causes.items(), is_cause))
@@ -460,7 +462,7 @@ def _check_tensor_parallel(
         rule = f"is not divisible by tp={tp} ranks of {' and '.join(causes)}" + (
             f" within each of cp={degrees.cp} ranks" if degrees.cp > 1 else ""
         )
-        remedy = f"{_length_remedy(job, model, tp * degrees.cp)}, or " + " and ".join(
+        remedy = f"{_length_remedy(job, model, tp * degrees.sequence_shards)}, or " + " and ".join(
             f"parallel.{c}" for c in causes.values()
         )
         errors.add("train.seq_len", rule, remedy, ("parallel.tp", "parallel.cp", "parallel.etp"))
@@ -522,7 +524,7 @@ def _check_sharding(errors: ConfigErrors, job: Job, degrees: ParallelDims) -> No
     parallel, fsdp_size = job.parallel, degrees.fsdp_size
     key, reshard = "parallel.reshard_after_forward", parallel.reshard_after_forward
     if isinstance(reshard, int) and fsdp_size % reshard:
-        rule = f"does not divide the {fsdp_size} ranks of a shard group (dp_shard x cp)"
+        rule = f"does not divide the {fsdp_size} ranks of a shard group ({SHARD_TEXT})"
         remedy = f"use {format_choices(divisors(fsdp_size))}, always or never"
         errors.add(key, rule, remedy, DEGREE_KEYS)
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
@@ -545,7 +547,7 @@ def _check_expert_parallel(
         errors.add(key, rule, remedy, ("model.kind", "model.num_experts"))
         return
     num_experts, per_shard = model.num_experts, degrees.tp // degrees.etp
-    ranks, axes = degrees.fsdp_size * per_shard, "dp_shard x cp" + " x tp" * (per_shard > 1)
+    ranks, axes = degrees.fsdp_size * per_shard, SHARD_TEXT + " x tp" * (per_shard > 1)
     valid = [n for n in divisors(ranks) if num_experts % n == 0]
     if ep not in valid:
         rule = f"does not divide the {ranks} ranks of a shard group ({axes})"

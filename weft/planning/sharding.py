@@ -107,7 +107,7 @@ def fit_dp_shard(
     microbatch_size: int | str = job.train.microbatch_size
     if isinstance(microbatch_size, str):  # auto
         microbatch_size = max(1, job.train.global_batch_size // degrees.dp_size)
-    tokens = microbatch_size * cost.seq_len / degrees.cp
+    tokens = microbatch_size * cost.seq_len / degrees.sequence_shards
     if job.activation_checkpoint.recomputes_all_blocks:
         units = recompute_blocks(units)
 

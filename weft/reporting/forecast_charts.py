@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from weft.config.axes import AXES, CHART_ORDER
 from weft.estimate.cost import Span
 from weft.estimate.forecast import Forecast
 from weft.estimate.forecast_text import verdict
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.trace import rank_actions
 from weft.planning.devices import GIB
-from weft.planning.placement import AXES, rank_groups, rank_to_coordinates
+from weft.planning.placement import rank_groups, rank_to_coordinates
 from weft.planning.plan import Plan
 from weft.planning.rank_map import describe_repetition, format_ranges, num_nodes_shown
 from weft.reporting.page import Part, Section, bar_part, render_page, table_part, text_part
@@ -45,10 +46,7 @@ LABELS = {
     "offload": "offload: copies to and from host memory",
 }
 # Causes of time in the order of the bar.
-CAUSES = (
-    *("compute", "tp", "cp", "dp_shard", "efsdp", "ep", "dp_replicate", "pp"),
-    *("bubble", "host", "world", "offload", "data"),
-)
+CAUSES = ("compute", *CHART_ORDER, "bubble", "host", "world", "offload", "data")
 NO_COMMUNICATION = ("compute", "bubble", "host", "offload", "data")
 
 

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.config.axes import DEGREES
 from weft.config.formatting import format_count
+from weft.config.schema import ParallelSection
 from weft.monitor.terminal import format_duration
 from weft.records.run_cost import compute_cost
 from weft.records.run_reader import Floats, RunReader
@@ -17,7 +19,6 @@ from weft.reporting.page import Part, text_part
 
 NUM_SPARK_POINTS = 48
 OVERFIT_RATIO = 1.01  # last validation loss over the lowest one
-LAYOUT_AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 class Tile(NamedTuple):
@@ -119,7 +120,8 @@ def describe_setup(run: RunReader) -> str:
     if isinstance(ranks := plan.get("world_size"), int):
         device = devices[0] if isinstance(devices, list) and devices else plan.get("device", "")
         name = device.get("name", "") if isinstance(device, dict) else device
-        axes = [f"{axis} {plan[axis]}" for axis in LAYOUT_AXES if (plan.get(axis) or 1) != 1]
+        degrees = [name for name in ParallelSection.model_fields if name in DEGREES]
+        axes = [f"{axis} {plan[axis]}" for axis in degrees if (plan.get(axis) or 1) != 1]
         facts.append(
             f"{ranks} rank{'s' * (ranks != 1)} on {str(name).upper() if name == 'cpu' else name}"
             + f" ({', '.join(axes)})" * bool(axes)

@@ -14,6 +14,7 @@ from rich.console import Console
 from weft.checkpoint.best import find_best, get_best_metric
 from weft.checkpoint.manifest import checkpoint_step, list_checkpoints
 from weft.config.accelerators import GPU
+from weft.config.axes import AXES, DEGREES
 from weft.config.formatting import display_path, format_count
 from weft.config.reader import recipe_names
 from weft.data.dataset import Dataset
@@ -26,7 +27,6 @@ from weft.monitor.device_memory import RunPrediction
 from weft.monitor.jsonl import read_tail
 from weft.monitor.step_timer import goodput
 from weft.monitor.terminal import format_duration
-from weft.planning.placement import AXES
 from weft.planning.plan import Plan
 from weft.planning.plan_text import describe_float8, format_stages, run_title
 from weft.records.run_reader import RunReader
@@ -43,7 +43,11 @@ def print_plan(
     """Print the plan of a run: a summary line, its pipeline stages, and warnings."""
     device = {"cpu": "CPU", GPU: "GPU"}.get(plan.device, plan.device)
     counts = plan.node_counts
-    layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
+    layout = [
+        f"{axis} {size}"
+        for axis in dict.fromkeys((*AXES, *DEGREES))
+        if (size := getattr(plan, axis)) > 1
+    ]
     has_frozen = plan.num_trainable_params < plan.num_params
     console.print(
         f"weft {__version__}  {run_title(plan, recipe)}: "

@@ -111,7 +111,7 @@ class TrainStep:
         if num_later:
             self._later = MultiTokenPrediction(num_later, job.train.mtp_weight)
         self._ones = torch.ones(1 + num_later, device=device)
-        tokens = plan.microbatch_size * plan.seq_len // plan.cp * (1 + num_later)
+        tokens = plan.microbatch_size * plan.seq_len // plan.sequence_shards * (1 + num_later)
         vocab_size = len(chunk_range(plan.model.vocab_size, plan.tp, 0))  # the largest of all ranks
         self.vocab_range = chunk_range(plan.model.vocab_size, plan.tp, mesh.coordinates["tp"])
         self._chunk_tokens = chunk_tokens(tokens, vocab_size, plan.is_compiled)

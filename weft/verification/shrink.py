@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.accelerators import GPU
+from weft.config.axes import AXES, BATCH_AXES, REMOVAL_ORDER, SHARD_AXES
 from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.reader import read_job
 from weft.config.schema import (
@@ -37,7 +38,7 @@ from weft.models.decoder_config import DecoderConfig
 from weft.planning.devices import parse_cluster
 from weft.planning.matrices import find_float8_matrices, required_multiple
 from weft.planning.needs import key_facts
-from weft.planning.placement import AXES
+from weft.planning.placement import count_ranks
 from weft.planning.plan import Machine, Plan
 from weft.planning.plan_text import cluster_machine
 from weft.planning.resolve import resolve
@@ -53,9 +54,6 @@ NUM_EXPERTS = 12  # divisible by 2, 3, 4 and 6 ranks
 # A job with at most so many parameters and tokens per step is not shrunk.
 TEST_PARAMS = 1_000_000
 TEST_TOKENS = 4096
-
-# Order in which axes are removed if there are too few ranks for two on each.
-REMOVAL_ORDER = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 
 @dataclass(frozen=True)
@@ -275,8 +273,9 @@ def _shrink_degrees(plan: Plan, ranks: int, notes: list[str]) -> dict[str, int]:
         if sizes[longest] > 2:
             sizes[longest] = max(2, sizes[longest] // 2)
             continue
-        # Context-parallel ranks shard parameters, too, so dp_shard is the axis to remove.
-        order = ["dp_shard", *REMOVAL_ORDER] if sizes["cp"] > 1 else REMOVAL_ORDER
+        # If ranks of another axis shard parameters, too, dp_shard is the axis to remove.
+        has_other_shards = count_ranks(sizes, SHARD_AXES) > sizes["dp_shard"]
+        order = ["dp_shard", *REMOVAL_ORDER] if has_other_shards else REMOVAL_ORDER
         removed = next((axis for axis in order if sizes[axis] > 1 and axis in free), None)
         if removed is None:
             rule = f"is fewer than the {world} pipeline ranks of the schedule file"
@@ -296,7 +295,7 @@ def _shrink_parallel(
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
     if unchanged:
         return changes
-    group_size, shards = plan.parallel.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
+    group_size, shards = plan.parallel.reshard_after_forward, count_ranks(sizes, SHARD_AXES)
     ep, per_shard = plan.ep, sizes["tp"] if plan.etp < plan.tp else 1
     if plan.etp < plan.tp and sizes["tp"] == 1:
         changes["etp"] = "tp"
@@ -308,13 +307,14 @@ def _shrink_parallel(
             notes.append("parallel.ep: not verified; it needs data-parallel ranks")
         if plan.parallel.ep_chunks > 1:
             changes["ep_chunks"] = 2
-    if isinstance(group_size, int) and 1 < group_size < plan.dp_shard * plan.cp:
+    recipe_shards = count_ranks(plan.axis_sizes, SHARD_AXES)
+    if isinstance(group_size, int) and 1 < group_size < recipe_shards:
         divisors = [
             n
             for n in range(2, shards)
             if shards % n == 0 and 0 in (n * per_shard % ep, ep % (n * per_shard))
         ]
-        wanted = group_size * shards / (plan.dp_shard * plan.cp)
+        wanted = group_size * shards / recipe_shards
         nearest = min(divisors, key=lambda n: abs(n - wanted), default=None)
         changes["reshard_after_forward"] = nearest or "always"
         if nearest is None:
@@ -357,7 +357,7 @@ def _make_machine(job: Job, sizes: dict[str, int], notes: list[str]) -> Machine:
     """Describe this machine, as two nodes if ``hierarchical_gather`` needs them."""
     world = local = math.prod(sizes.values())
     if job.parallel.hierarchical_gather:
-        shards = sizes["dp_shard"] * sizes["cp"]
+        shards = count_ranks(sizes, SHARD_AXES)
         if shards >= 4 and shards % 2 == 0:
             local = shards // 2 * sizes["tp"]
         else:
@@ -389,9 +389,9 @@ def _candidates(
             "steps": steps,
             "epochs": 0.0,
             "seq_len": seq_len,
-            "global_batch_size": local * sizes["dp_replicate"] * sizes["dp_shard"],
+            "global_batch_size": local * count_ranks(sizes, BATCH_AXES),
             "microbatch_size": batch_size,
-            "eval_sequences": local * sizes["dp_replicate"] * sizes["dp_shard"] + 1,
+            "eval_sequences": local * count_ranks(sizes, BATCH_AXES) + 1,
         }
         for fields in models:
             yield batch, fields
