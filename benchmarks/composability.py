@@ -122,7 +122,7 @@ TECHNIQUES = [
         EXPERTS | _axis("dp_shard", 2, ep="2", ep_dispatch="padded", ep_capacity_factor="1.25"),
     ),
     Technique("EP, in chunks", "model", EXPERTS | _axis("dp_shard", 2, ep="2", ep_chunks="2")),
-    Technique("EP, whole experts", "model", EXPERTS | _axis("tp", 2, etp="1", ep="2")),
+    Technique("EP, experts without TP", "model", EXPERTS | _axis("tp", 2, etp="1", ep="2")),
     Technique("AC full", "memory", {"activation_checkpoint.mode": "full"}),
     Technique("AC selective", "memory", {"activation_checkpoint.mode": "selective"}),
     Technique("AC memory budget", "memory", {"activation_checkpoint.mode": "budget"}),

@@ -613,8 +613,8 @@ TECHNIQUES: dict[str, Technique] = {
     "padded": _key("parallel/expert_dispatch.py", parallel__ep_dispatch="padded"),
     "small buffers": _key("parallel/expert_dispatch.py", parallel__ep_capacity_factor="1"),
     "parts of experts": _key("parallel/expert_dispatch.py", parallel__ep_chunks="2"),
-    "whole experts": _key(
-        "parallel/whole_experts.py", parallel__etp="1", model__router_aux_loss_coef="1"
+    "experts without TP": _key(
+        "parallel/experts_without_tp.py", parallel__etp="1", model__router_aux_loss_coef="1"
     ),
     "float8": _key(
         "parallel/float8/linear_layers.py",
@@ -662,9 +662,9 @@ LAYOUTS: list[str] = [
     "moe, dp_shard, ep, parts of experts",
     "moe, 1f1b, ep, dp_shard",
     "moe, dualpipe, ep, dp_shard",
-    "moe, tp, whole experts, whole rows",
-    "moe, tp, whole experts, ep, ring",
-    "moe, tp, whole experts, over two, dp_shard4",
+    "moe, tp, experts without TP, whole rows",
+    "moe, tp, experts without TP, ep, ring",
+    "moe, tp, experts without TP, over two, dp_shard4",
     "lora, tp, dp_shard",
     "lora, moe, dp_shard, ep",
     "lora, moe, tp, dp_shard",

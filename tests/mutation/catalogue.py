@@ -481,7 +481,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "a slice of tensor parallelism counts as the sequence",
-        "parallel/whole_experts.py",
+        "parallel/experts_without_tp.py",
         "router.sequence_shards *= group.size()",
         "router.sequence_shards *= 1",
         EXPERTS,
@@ -489,7 +489,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "loads of a slice of tensor parallelism",
-        "parallel/whole_experts.py",
+        "parallel/experts_without_tp.py",
         "return all_reduce(x if sum_over_others is None else sum_over_others(x), group)",
         "return x * 1 if sum_over_others is None else sum_over_others(x)",
         EXPERTS,
@@ -497,7 +497,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "context parallelism is left out of the loads",
-        "parallel/whole_experts.py",
+        "parallel/experts_without_tp.py",
         "return all_reduce(x if sum_over_others is None else sum_over_others(x), group)",
         "return all_reduce(x, group)",
         EXPERTS,
@@ -505,7 +505,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "gradients of a layer's input are a slice",
-        "parallel/whole_experts.py",
+        "parallel/experts_without_tp.py",
         "x_BSD = with_adjoint(_slice, all_gather_slices)(x_BTD, group)",
         "x_BSD = _slice(x_BTD, group)",
         EXPERTS,
@@ -513,7 +513,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "all ranks of tp route the first slice",
-        "parallel/whole_experts.py",
+        "parallel/experts_without_tp.py",
         "x_BTD.chunk(group.size(), dim=1)[group.rank()].contiguous()",
         "x_BTD.chunk(group.size(), dim=1)[0].contiguous()",
         EXPERTS,
@@ -522,7 +522,7 @@ FAULTS: list[Fault] = [
         "missing reduce",
         "loads of one rank of tp",
         "parallel/mesh.py",
-        'return Mesh(*meshes, ("tp",) * has_whole_experts)',
+        'return Mesh(*meshes, ("tp",) * has_experts_without_tp)',
         "return Mesh(*meshes)",
         EXPERTS,
     ),
@@ -536,7 +536,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "experts",
-        "layers with whole experts gather the sequence",
+        "layers with experts without tp gather the sequence",
         "parallel/apply.py",
         "sharding = dict.fromkeys(names, TensorParallelSpec()) | dict(sharding)",
         "sharding = dict(sharding)",
@@ -2809,8 +2809,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "mask",
-        "whole experts drop what tokens of another slice would",
-        "parallel/whole_experts.py",
+        "experts without TP drop what tokens of another slice would",
+        "parallel/experts_without_tp.py",
         "return [_slice(each_BT, group) for each_BT in token_keys()]",
         "return [_slice(each_BT.flip(1), group) for each_BT in token_keys()]",
         ADAPTERS,

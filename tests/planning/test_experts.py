@@ -66,7 +66,7 @@ def test_etp_one_ep_divides_the_shards_times_tp() -> None:
     machine = Machine("cpu", 2, world_size=8)
     plan = resolve(job_of(parallel__ep=8, parallel__cp=2, **WHOLE), machine)
     assert (plan.ep, plan.etp, plan.dp_shard, plan.tp) == (8, 1, 2, 2)
-    assert "whole experts over 8 (ep) x 1" in describe_plan(plan, machine, "demo")
+    assert "experts without TP over 8 (ep) x 1" in describe_plan(plan, machine, "demo")
     rule = rejections(8, parallel__ep=3, **WHOLE)["parallel.ep"]
     assert "the 8 ranks of a shard group (dp_shard x cp x tp). Use 1, 2, 4 or 8" in rule
     assert "the 4 ranks" in rejections(8, parallel__ep=8, parallel__tp=2)["parallel.ep"]
@@ -96,7 +96,7 @@ def test_etp_that_does_nothing_or_cannot_work_is_refused_or_has_a_warning() -> N
     assert not resolve(job_of(**WHOLE), machine).warnings
     odd = WHOLE | {"train__seq_len": 33}
     rule = rejections(2, **odd, parallel__sequence_parallel="false")["train.seq_len"]
-    assert "tp=2 ranks of whole experts. Use 32 or 34, or parallel.etp=tp" in rule
+    assert "tp=2 ranks of experts without TP. Use 32 or 34, or parallel.etp=tp" in rule
     rule = rejections(2, **odd)["train.seq_len"]
     assert "or parallel.sequence_parallel=false and parallel.etp=tp" in rule
 
@@ -178,7 +178,7 @@ def test_estimate_rank_bytes_gathers_local_experts_only() -> None:
     }
     full, spread = (estimate_rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
     assert spread < full
-    # Four ranks of tp: of whole experts each has four times as many weights, or as many by ep.
+    # Four ranks of tp: of experts without TP each has four times as many weights, or as many by ep.
     splits = [expert_split(ParallelDims(1, 1, 8, 1, 4, ep, True)) for ep in (1, 4, 8)]
     assert splits == [1 / 4, 1, 2]
     assert expert_split(ParallelDims(1, 1, 8, 1, 4, 8)) == 8
@@ -216,7 +216,7 @@ def test_forecast_of_experts_has_the_all_to_all_of_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_forecast_of_whole_experts_has_the_tokens_of_one_rank() -> None:
+def test_forecast_of_experts_without_tp_has_the_tokens_of_one_rank() -> None:
     """A rank sends its own tokens, and only attention exchanges activations over tp."""
     layers = 3
     subset = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]

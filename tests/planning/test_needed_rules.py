@@ -63,7 +63,7 @@ UNTIED = dataclasses.replace(_LLAMA, tied_parameter=None, choose_entries=None)
 DIVIDED = dataclasses.replace(_LLAMA, tp_divided_fields=("ffn_dim",), choose_entries=None)
 _MOE = FAMILIES["moe"]
 NO_WHOLE = dataclasses.replace(
-    _MOE.of(_MOE.presets["toy-moe"]), whole_expert_sharding={}, choose_entries=None
+    _MOE.of(_MOE.presets["toy-moe"]), sharding_without_expert_tp={}, choose_entries=None
 )
 HERE = "tests.planning.test_needed_rules"
 REWARD = "train.objective=reward data.format=preferences"

@@ -950,7 +950,7 @@ class ParallelSection(Section):
         return bool(self.cp_load_balance) if is_ulysses else self.cp_load_balance
 
     @property
-    def has_whole_experts(self) -> bool:
+    def has_experts_without_tp(self) -> bool:
         """Return True if tensor parallelism does not split experts."""
         return self.etp == 1
 

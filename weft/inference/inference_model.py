@@ -208,7 +208,7 @@ def plan_inference(
                 rule = f"generation does not support {name} parallelism"
                 remedy = "use parallel.tp or parallel.dp_shard"
                 errors.add(f"parallel.{axis}", rule, remedy, value=degrees[axis])
-        if job.parallel.has_whole_experts and "parallel.etp" in given:
+        if job.parallel.has_experts_without_tp and "parallel.etp" in given:
             rule = "splits sequences, but generation computes one token at a time"
             errors.add("parallel.etp", rule, "use tp")
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence

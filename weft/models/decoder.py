@@ -497,8 +497,8 @@ EXPERT_SHARDING: dict[str, TensorParallelSpec] = {
     "layers.*.mlp.*experts.up_proj": TensorParallelSpec("column"),
     "layers.*.mlp.*experts.down_proj": TensorParallelSpec("row"),
 }
-# If experts are whole, each rank routes its own tokens: see `weft.parallel.whole_experts`.
-WHOLE_EXPERT_SHARDING: dict[str, TensorParallelSpec] = {
+# If experts are whole, each rank routes its own tokens: see `weft.parallel.experts_without_tp`.
+SHARDING_WITHOUT_EXPERT_TP: dict[str, TensorParallelSpec] = {
     "layers.*.mlp.experts.*": TensorParallelSpec(),
     "layers.*.mlp.shared_experts": TensorParallelSpec(input_comm="gather", output_comm="scatter"),
 }

@@ -17,7 +17,7 @@ from weft.models.moe import moe_layers
 # Entries of the family for configurations with experts.
 EXPERT_ENTRIES: dict[str, Any] = {
     "sharding": decoder.EXPERT_SHARDING,
-    "whole_expert_sharding": decoder.WHOLE_EXPERT_SHARDING,
+    "sharding_without_expert_tp": decoder.SHARDING_WITHOUT_EXPERT_TP,
     "moe_layers": moe_layers,
     "num_active_params": costs.num_active_params,
 }

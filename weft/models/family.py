@@ -113,8 +113,8 @@ class Family:
         layer_kind: (config, index of a block) -> key; blocks with equal keys do the same work.
             Without it, all do.
         moe_layers: module -> its `weft.models.moe.MoE` layers; expert parallelism.
-        whole_expert_sharding: entries before those of ``sharding`` that leave experts whole, and
-            shard what else is in a layer with experts; ``parallel.etp=1``.
+        sharding_without_expert_tp: entries before those of ``sharding`` that leave experts whole,
+            and shard what else is in a layer with experts; ``parallel.etp=1``.
         num_active_params: config -> parameters that one token uses.
         hf_mapping: `weft.models.hf_fields.HFMapping`; ``weft export`` and ``weft import``.
         choose_entries: config -> entries that replace those above for this configuration.
@@ -139,13 +139,13 @@ class Family:
     set_embedding_noise: Callable[[Any, Callable[[Tensor], Tensor]], None] | None = None
     layer_kind: Callable[[Any, int], object] | None = None
     moe_layers: Callable[[nn.Module], list[Any]] | None = None
-    whole_expert_sharding: Mapping[str, TensorParallelSpec] = field(default_factory=dict)
+    sharding_without_expert_tp: Mapping[str, TensorParallelSpec] = field(default_factory=dict)
     num_active_params: Callable[[Any], int] | None = None
     hf_mapping: Any = None
     choose_entries: Callable[[Any], Mapping[str, Any]] | None = None
 
-    def of(self, config: Any, whole_experts: bool = False) -> Family:
+    def of(self, config: Any, experts_without_tp: bool = False) -> Family:
         """Return the family with the entries for a configuration."""
         family = replace(self, **self.choose_entries(config)) if self.choose_entries else self
-        first = family.whole_expert_sharding if whole_experts else {}
+        first = family.sharding_without_expert_tp if experts_without_tp else {}
         return replace(family, sharding={**first, **family.sharding})

@@ -239,7 +239,7 @@ def _shard_tensors(
 
 def _split_tokens_of_experts(moe_layers: list[Any], plan: Plan, mesh: Mesh) -> None:
     if plan.etp < plan.tp:
-        from weft.parallel.whole_experts import split_tokens
+        from weft.parallel.experts_without_tp import split_tokens
 
         split_tokens(moe_layers, mesh.get_group("tp"), plan.sequence_parallel)
 

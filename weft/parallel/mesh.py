@@ -4,8 +4,8 @@ Parameters and tokens are split over the same ranks in two ways.  Parameters are
 axes ``pp, dp_replicate, dp_shard, tp``.  The ranks of a context-parallel group hold the same
 parameters and different tokens, as data-parallel ranks do, so FSDP counts them in ``dp_shard``.
 Tokens are also split over ``cp``, which has its own process group.  With expert parallelism, expert
-weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.  Whole experts use
-``dp_shard x tp`` so, and their ``tp`` is 1: see `weft.parallel.whole_experts`.  With
+weights use ``dp_shard`` split in two axes: see `weft.parallel.expert_parallel`.  Experts without
+tensor parallelism use ``dp_shard x tp`` so: see `weft.parallel.experts_without_tp`.  With
 ``train.world_size_invariant`` no weight is sharded over data-parallel ranks: all of them, and the
 ranks of ``cp``, are ``dp_replicate``.
 
@@ -82,8 +82,8 @@ def build_mesh(plan: Plan, create_group: CreateGroup = create_group) -> Mesh:
     if plan.cp > 1:
         cp_ranks = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         groups["cp"] = create_group(plan.device, cp_ranks, "cp")
-    expert_mesh, has_whole_experts = None, plan.etp < plan.tp
-    if plan.ep > 1 or has_whole_experts:
+    expert_mesh, has_experts_without_tp = None, plan.etp < plan.tp
+    if plan.ep > 1 or has_experts_without_tp:
         if plan.world_size_invariant:  # other ranks have replicas of an expert
             replicas = replicas * plan.tp // plan.etp // plan.ep
             groups = {"dp x cp" if a == "dp_replicate" else a: g for a, g in groups.items()}
@@ -96,7 +96,7 @@ def build_mesh(plan: Plan, create_group: CreateGroup = create_group) -> Mesh:
         groups["tied"] = create_group(plan.device, ranks.reshape(plan.pp, -1).T[:, is_peer], "tied")
     dp_rank = own["dp_replicate"] * plan.dp_shard + own["dp_shard"]
     meshes = param_mesh, own, dp_rank, groups, groups.get("cp"), expert_mesh
-    return Mesh(*meshes, ("tp",) * has_whole_experts)
+    return Mesh(*meshes, ("tp",) * has_experts_without_tp)
 
 
 def create_mesh(

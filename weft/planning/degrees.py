@@ -24,7 +24,7 @@ class ParallelDims:
     cp: int
     tp: int
     ep: int = 1  # splits the dp_shard x cp ranks, and those of tp if experts are whole
-    whole_experts: bool = False  # parallel.etp=1
+    experts_without_tp: bool = False  # parallel.etp=1
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -49,7 +49,7 @@ class ParallelDims:
     @property
     def etp(self) -> int:
         """Ranks that split an expert."""
-        return 1 if self.whole_experts else self.tp
+        return 1 if self.experts_without_tp else self.tp
 
     @property
     def world_size(self) -> int:
@@ -101,7 +101,7 @@ def resolve_degrees(
             remedy = f"{valid}, and smaller degrees than {others}"
         errors.add("parallel.dp_shard", rule, remedy, depends)
     sizes = {**degrees, "dp_shard": dp_shard}
-    return ParallelDims(**sizes, ep=parallel.ep, whole_experts=parallel.has_whole_experts)
+    return ParallelDims(**sizes, ep=parallel.ep, experts_without_tp=parallel.has_experts_without_tp)
 
 
 def divisors(n: int, at_most: int | None = None) -> list[int]:

@@ -72,7 +72,7 @@ def _balances_tokens(plan: Plan) -> bool:
 
 
 def _gathers_params(plan: Plan) -> bool:
-    if plan.fsdp_size > 1 or plan.etp < plan.tp:  # FSDP shards whole experts over tp
+    if plan.fsdp_size > 1 or plan.etp < plan.tp:  # FSDP shards experts over tp
         return True
     return plan.uses_fsdp and plan.compute_dtype != "float32"
 

@@ -223,7 +223,7 @@ class Plan:
     @property
     def family(self) -> Family:
         """The model family."""
-        is_whole = self.parallel.has_whole_experts
+        is_whole = self.parallel.has_experts_without_tp
         return load_family(self.job.model.kind).of(self.model, is_whole)
 
     @property
@@ -269,7 +269,7 @@ class Plan:
     @property
     def etp(self) -> int:
         """Ranks that split an expert: ``tp``, or 1 if experts are whole."""
-        is_whole = self.parallel.has_whole_experts and self.family.moe_layers is not None
+        is_whole = self.parallel.has_experts_without_tp and self.family.moe_layers is not None
         return 1 if is_whole else self.tp
 
     @property

@@ -227,8 +227,8 @@ def _describe_sharding(plan: Plan) -> str:
     fsdp_size, experts = plan.fsdp_size, ""
     if plan.ep > 1 or plan.etp < plan.tp:
         efsdp = max(1, fsdp_size * plan.tp // plan.etp // plan.ep)
-        whole = "whole " * (plan.etp < plan.tp)
-        experts = f", {whole}experts over {plan.ep} (ep) x {efsdp:,}"
+        without_tp = " without TP" * (plan.etp < plan.tp)
+        experts = f", experts{without_tp} over {plan.ep} (ep) x {efsdp:,}"
     if fsdp_size == 1:
         text = f"none: every rank holds its part of the model unsharded{experts}"
         return text + "; gradients are added in a fixed order" * plan.world_size_invariant

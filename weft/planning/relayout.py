@@ -69,7 +69,7 @@ def _list_layouts(parallel: ParallelSection, machine: Machine) -> Iterator[dict[
         for pp, cp, tp in itertools.product(
             divisors(world_size, 2 * parallel.pp), divisors(world_size, parallel.cp), tp_degrees
         )
-        for etp in [1 if parallel.has_whole_experts else tp]
+        for etp in [1 if parallel.has_experts_without_tp else tp]
         if world_size % (pp * cp * tp) == 0
     ]
 

@@ -131,7 +131,7 @@ def resolve(
         if has_degrees:
             check_batch(errors, job, degrees, num_nodes)
         raise InvalidConfig(errors)
-    family = load_family(job.model.kind).of(model, degrees.whole_experts)
+    family = load_family(job.model.kind).of(model, degrees.experts_without_tp)
     frozen_params = find_frozen_params(job, model, family)
     cost = training_cost(job.lora, model, family, train.seq_len, frozen_params)
     if not has_degrees:

@@ -82,10 +82,10 @@ def check_data(errors: ConfigErrors, job: Job, model: Any) -> None:
         )
 
 
-def _length_unit(job: Job, whole_experts: bool = False) -> int:
+def _length_unit(job: Job, experts_without_tp: bool = False) -> int:
     """Return the divisor of ``train.seq_len`` that the degrees of the job require."""
     parallel = job.parallel
-    shards = parallel.tp if parallel.sequence_parallel or whole_experts else 1
+    shards = parallel.tp if parallel.sequence_parallel or experts_without_tp else 1
     return parallel.cp * shards
 
 
@@ -440,10 +440,10 @@ def _check_tensor_parallel(
             valid = divisors(math.gcd(*sizes.values()))
             remedy = _tp_remedy(degrees, fixed_ranks, valid, format_choices(valid))
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
-    is_whole = degrees.whole_experts and family.moe_layers is not None
-    if is_whole and not family.whole_expert_sharding:
+    is_whole = degrees.experts_without_tp and family.moe_layers is not None
+    if is_whole and not family.sharding_without_expert_tp:
         rule = f"is not supported by the model family {job.model.kind}"
-        errors.add("parallel.etp", rule, "use tp, or define Family.whole_expert_sharding")
+        errors.add("parallel.etp", rule, "use tp, or define Family.sharding_without_expert_tp")
     is_split = not is_whole or getattr(model, "shared_experts", False)
     for field in ("num_heads", "ffn_dim", *["expert_dim"] * bool(is_split), "vocab_size"):
         size = getattr(model, field, tp)
@@ -455,7 +455,7 @@ def _check_tensor_parallel(
             remedy = _tp_remedy(degrees, fixed_ranks, valid, f"at most {limit}")
             errors.add(key, rule, remedy, (f"model.{field}", "model.preset"))
     local_seq_len = job.train.seq_len // degrees.sequence_shards
-    causes = {"sequence parallelism": "sequence_parallel=false", "whole experts": "etp=tp"}
+    causes = {"sequence parallelism": "sequence_parallel=false", "experts without TP": "etp=tp"}
     is_cause = job.parallel.sequence_parallel, is_whole
     causes = dict(itertools.compress(causes.items(), is_cause))
     if causes and local_seq_len % tp:
@@ -508,7 +508,7 @@ def _check_context_parallel(
         errors.add(key, rule, "use 1")
         return
     if seq_len % cp:
-        remedy = _length_remedy(job, model, _length_unit(job, degrees.whole_experts))
+        remedy = _length_remedy(job, model, _length_unit(job, degrees.experts_without_tp))
         errors.add("train.seq_len", f"is not divisible by cp={cp} ranks", remedy, (key,))
     if job.parallel.cp_method == "ulysses":
         # Of all tensor-parallel ranks: two numbers that differ by one have no common divisor.

@@ -216,7 +216,7 @@ def state_bytes_per_param(
     # Weight, gradient and moments.
     sharded = 4 + 4 + moment_bytes_per_param(job.optim, cost)
     local = 1 - cost.expert_params / max(1, cost.trainable_params) * (1 - 1 / ep)
-    # FSDP shards whole experts over tp, too.
+    # FSDP shards experts over tp, too.
     trainable = sharded * (local if job.train.world_size_invariant else 1 / fsdp_size)
     if fsdp_size > 1 or compute_bytes != 4 or ep < 1:
         unsharded = compute_bytes * has_unsharded_params + 4 * has_unsharded_gradients

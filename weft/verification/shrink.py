@@ -376,7 +376,7 @@ def _candidates(
     """Yield batches and model sizes, best first; the last model is the recipe's own."""
     parallel = small_job.parallel
     unit = sizes["cp"]
-    unit *= sizes["tp"] if parallel.sequence_parallel or parallel.has_whole_experts else 1
+    unit *= sizes["tp"] if parallel.sequence_parallel or parallel.has_experts_without_tp else 1
     if float8 != "none":
         unit = math.lcm(unit, required_multiple(float8) * sizes["cp"])
     seq_len = max(unit, min(SEQ_LEN, plan.seq_len) // unit * unit)

@@ -1,4 +1,4 @@
-"""Whole experts with tensor parallelism: each rank routes its own tokens.
+"""Experts without tensor parallelism: each rank of ``tp`` routes its own tokens.
 
 Tensor parallelism splits the width of each expert, and the products of narrow experts become thin:
 a width of 768 (Qwen3-30B-A3B) over 4 ranks is 192.  With ``parallel.etp=1`` experts stay whole, as

@@ -1,4 +1,4 @@
-"""Whole experts with tensor parallelism compute one process's loss, gradients and loads."""
+"""Experts without tensor parallelism compute one process's loss, gradients and loads."""
 
 from __future__ import annotations
 
@@ -70,21 +70,23 @@ def model_of(layout: str) -> Overrides:
 
 
 @pytest.mark.parametrize("layouts", group_by_ranks(OFTEN))
-def test_whole_experts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
+def test_without_expert_tp_gradients_equal_one_process(
+    layouts: list[str], store_path: Path
+) -> None:
     check_many(layouts, store_path, model_of, TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layouts", group_by_ranks(EXTRA))
-def test_whole_experts_with_other_techniques_gradients_equal_one_process(
+def test_experts_without_tp_with_other_techniques_gradients_equal_one_process(
     layouts: list[str], store_path: Path
 ) -> None:
     check_many(layouts, store_path, model_of, TOLERANCE)
 
 
 def draw(rng: random.Random) -> str:
-    """Draw a layout of at most 8 ranks with whole experts."""
+    """Draw a layout of at most 8 ranks with experts without TP."""
     axes = {axis: rng.choice([1, 1, 2]) for axis in ("dp_shard", "cp", "pp", "dp_replicate")}
     axes["tp"] = rng.choice([2, 2, 4])
     if math.prod(axes.values()) > 8:
@@ -124,7 +126,7 @@ def is_valid(layout: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(6))
-def test_whole_experts_random_layouts_gradients_equal_one_process(
+def test_experts_without_tp_random_layouts_gradients_equal_one_process(
     seed: int, store_path: Path
 ) -> None:
     rng, layouts = random.Random(seed), list[str]()
@@ -155,7 +157,7 @@ def router_sums(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     return results
 
 
-def test_whole_experts_loads_and_router_metrics_equal_one_process(store_path: Path) -> None:
+def test_experts_without_tp_loads_and_router_metrics_equal_one_process(store_path: Path) -> None:
     model = [*MODEL, *size("tp2")]
     (one,) = one_process(str(store_path), [model], router_sums)
     layouts = ["tp2 etp=1 ep=2", "tp2 etp=1 sequence_parallel=false"]
@@ -187,7 +189,7 @@ def weights_after_a_step(jobs: list[Overrides], store: str) -> list[dict[str, to
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["tp2 etp=1 ep=2", "tp2 etp=1", "dp_shard2 tp2 etp=1 ep=2"])
-def test_muon_whole_experts_update_equals_one_process(layout: str, store_path: Path) -> None:
+def test_muon_experts_without_tp_update_equals_one_process(layout: str, store_path: Path) -> None:
     model = [*MODEL, *size(layout), ("optim.name", "muon"), ("optim.lr", "0.01")]
     (one,) = one_process(str(store_path), [model], weights_after_a_step)
     ranks, overrides = parse(layout)
@@ -202,7 +204,9 @@ def test_muon_whole_experts_update_equals_one_process(layout: str, store_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whole_experts_resume_from_and_in_other_layouts(store_path: Path, tmp_path: Path) -> None:
+def test_without_expert_tp_resume_from_and_in_other_layouts(
+    store_path: Path, tmp_path: Path
+) -> None:
     """Compare six steps on one process with two steps in each of three layouts."""
     subset = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2")]
     run(tmp_path / "one", "dp_shard1", 6, store_path, *subset)
@@ -217,7 +221,7 @@ def test_whole_experts_resume_from_and_in_other_layouts(store_path: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whole_experts_quantized_resumed_run_is_equal_bit_for_bit(
+def test_experts_without_tp_quantized_resumed_run_is_equal_bit_for_bit(
     store_path: Path, tmp_path: Path
 ) -> None:
     layout = "tp2 etp=1 ep=2 lora.rank=2 lora.quantize=nf4 resilience.replica_check=1"
@@ -241,7 +245,7 @@ def test_whole_experts_quantized_resumed_run_is_equal_bit_for_bit(
         "tp2 etp=1 ep=2 sequence_parallel=false activation_checkpoint.mode=full",
     ],
 )
-def test_compiled_whole_experts_equal_eager_ones(
+def test_compiled_experts_without_tp_equal_eager_ones(
     layout: str, store_path: Path, tmp_path: Path
 ) -> None:
     assert ("precision.compute_dtype", "bfloat16") in BFLOAT16
