@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.config.reader import read_job
 from weft.estimate.cost import (
@@ -57,16 +58,17 @@ class Clock:
                 self.device = max(self.device, arrived)
 
 
-def draw_pass(rng: random.Random) -> list[Chunk]:
-    layers = rng.randrange(4)
-    exchanges = [rng.choice((0.5, 1, 3, 8)) for _ in range(2 * layers)]
-    return [Chunk(rng.choice((0.25, 1, 2, 6)), exchange) for exchange in (*exchanges, 0)]
+CHUNKS = st.lists(
+    st.builds(Chunk, st.sampled_from((0.25, 1, 2, 6)), st.sampled_from((0.5, 1, 3, 8))), max_size=6
+)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_paired_seconds_equals_the_turns_of_the_engine(seed: int) -> None:
-    rng = random.Random(seed)
-    forward, backward = draw_pass(rng), draw_pass(rng)
+@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+@given(forward=CHUNKS, backward=CHUNKS, last=st.sampled_from((0.25, 1, 2, 6)))
+def test_paired_seconds_equals_the_turns_of_the_engine(
+    forward: list[Chunk], backward: list[Chunk], last: float
+) -> None:
+    forward, backward = [*forward, Chunk(last, 0)], [*backward, Chunk(last, 0)]
     clock = Clock()
 
     def run_forward() -> None:

@@ -22,9 +22,12 @@ import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.gpu_check import (
     GPUCheck,
@@ -448,12 +451,17 @@ def corrupt(data: bytes, choose: random.Random) -> bytes:
     return "".join(lines).encode()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+@given(choose=st.randoms(use_true_random=False))
 def test_readers_of_garbage_return_finite_values_or_raise_weft_errors(
-    seed: int, tmp_path: Path
+    choose: random.Random,
 ) -> None:
-    choose = random.Random(seed)
-    run = tmp_path / "run"
+    with TemporaryDirectory() as directory:
+        check_readers(choose, Path(directory) / "run")
+
+
+def check_readers(choose: random.Random, run: Path) -> None:
+    """Corrupt files of a recorded run, and read it."""
     shutil.copytree(RECORDED / choose.choice(["speed", "saved", "resumed"]), run)
     (run / "checkpoints" / "step-00000006").mkdir(parents=True)
     files = sorted(path for path in run.rglob("*") if path.is_file())
