@@ -10,6 +10,7 @@ import torch.distributed as dist
 from weft.estimate.stand_ins import HOST_READS, balanced_counts, one_document, trace_backend
 from weft.estimate.trace import fake_world
 from weft.models.host_reads import document_starts, read_counts
+from weft.optim.soap import is_basis_due
 from weft.parallel.backend import DEVICE_BACKEND
 from weft.parallel.expert_dispatch import is_positive_on_any_rank
 
@@ -22,7 +23,9 @@ def test_stand_ins_answer_reads_of_fake_tensors() -> None:
             assert read_counts([counts_PE, counts_PE], 8) == 2 * [2, 2, 1, 1, 1, 1]
             assert not is_positive_on_any_rank(counts_PE.sum())
             assert document_starts(counts_PE) == [0, 3]
-    assert set(HOST_READS) == {read_counts, is_positive_on_any_rank, document_starts}
+            assert not is_basis_due(torch.zeros(()), 3)
+    reads = {read_counts, is_positive_on_any_rank, document_starts, is_basis_due}
+    assert set(HOST_READS) == reads
 
 
 def test_stand_ins_are_answers_of_tensors_with_values() -> None:
@@ -31,6 +34,7 @@ def test_stand_ins_are_answers_of_tensors_with_values() -> None:
     assert counts_E.sum() == 8
     documents_BT = torch.zeros(3, 5, dtype=torch.int64)
     assert one_document(documents_BT) == document_starts(documents_BT)
+    assert [is_basis_due(torch.tensor(float(n)), 3) for n in (1, 2, 3, 4)] == [1, 0, 0, 1]
 
 
 def test_trace_backend_replaces_each_function_of_the_device() -> None:
