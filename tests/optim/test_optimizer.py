@@ -25,6 +25,7 @@ from weft.config.writer import to_toml
 from weft.models import decoder
 from weft.models.families.llama import PRESETS
 from weft.optim.optimizer import (
+    OPTIMIZERS,
     SCHEDULES,
     build_adamw,
     build_muon,
@@ -36,6 +37,7 @@ from weft.optim.optimizer import (
     set_learning_rate,
 )
 from weft.parallel.private import set_grad_scaling
+from weft.planning.optim_rules import WEFT_OPTIMIZERS
 from weft.planning.plan import Machine
 from weft.planning.resolve import resolve
 
@@ -360,3 +362,7 @@ def test_learning_rate_schedules_have_their_shapes() -> None:
     assert quarter == pytest.approx(0.1 + 0.9 * 0.85355, rel=1e-4)
     late = learning_rate(100 - 9, 100, OPTIM, SCHEDULES["wsd"]) / OPTIM.lr
     assert late == pytest.approx(0.1 + 0.9 * 0.1 / 0.25)
+
+
+def test_the_rules_know_the_built_in_optimizers() -> None:
+    assert set(WEFT_OPTIMIZERS) == set(OPTIMIZERS)

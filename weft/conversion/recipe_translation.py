@@ -1184,7 +1184,7 @@ def _trainer_optimizer(t: Translation, optimizer: str, schedule: str, has_adapte
     elif name in ("muon", "dist_muon"):
         t.set("optim.name", "muon", optimizer)
     else:
-        t.lack(optimizer, name, "optim.name = adamw, muon, or module:function")
+        t.lack(optimizer, name, "optim.name = adamw, muon, soap, or module:function")
     kind = str(t.take(schedule) or "linear").removeprefix("SchedulerType.").lower()
     options = {n: t.take(n) for n in list(t.values) if n.startswith("lr_scheduler_kwargs.")}
     options = {n.rpartition(".")[2]: v for n, v in options.items() if v not in ("", None)}
@@ -2122,7 +2122,7 @@ def _deepspeed_optimizer(t: Translation) -> None:
     if name == "muon":
         t.set("optim.name", "muon", "optimizer.type")
     elif name not in ("adam", "adamw") or is_plain:
-        remedy = "optim.name = adamw (decoupled weight decay), muon, or module:function"
+        remedy = "optim.name = adamw (decoupled weight decay), muon, soap, or module:function"
         t.lack("optimizer.type", f"{kind}, adam_w_mode=false" if is_plain else kind, remedy)
     else:
         t.set("optim.name", "adamw", "optimizer.type")

@@ -23,6 +23,7 @@ from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
 from weft.planning.devices import Device
 from weft.planning.matrices import supports_float8
+from weft.planning.optim_rules import WEFT_OPTIMIZERS
 from weft.planning.plan import Machine, Plan
 from weft.planning.resolve import resolve
 
@@ -133,7 +134,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     elif plan.dp_shard > 1 and job.parallel.cp == 1:
         keeps_unsharded = plan.reshard_after_forward is False
         yield {"parallel.reshard_after_forward": "always" if keeps_unsharded else "never"}
-    if plan.optimizer in ("adamw", "muon"):
+    if plan.optimizer in WEFT_OPTIMIZERS:
         smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
         for dtype in smaller_dtypes.get(plan.state_dtype, ()):
             yield {"optim.state_dtype": dtype}

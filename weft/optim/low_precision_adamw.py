@@ -1,4 +1,4 @@
-"""AdamW with moments in bfloat16 or 8 bits; Muon has its momentum in them, too.
+"""AdamW with moments in bfloat16 or 8 bits, and the momentum of Muon and SOAP.
 
 AdamW's moments are 8 of the 16 bytes per parameter in training.  Two formats are smaller:
 
@@ -6,7 +6,7 @@ AdamW's moments are 8 of the 16 bytes per parameter in training.  Two formats ar
     8bit        One byte each for the matrices of the blocks, see below.  All other parameters
                 (embedding, head, norms) keep float32 moments, because their rows may be rare.
 
-*float32*, which only Muon asks for here, is the same arithmetic without rounding.
+*float32*, which only Muon and SOAP ask for here, is the same arithmetic without rounding.
 
 Round-to-nearest would fail.  The second moment moves by (1 - beta2) of its distance per step.  With
 beta2 = 0.999 that is less than half of the last place, so the moment could never decrease.  Both

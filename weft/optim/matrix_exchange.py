@@ -15,7 +15,7 @@ matrices: one of the ranks that have all of a matrix is the owner.
 
 *Flat state.*  A matrix may have state of another shape, as the n x n statistics of its n rows.
 `flat_zeros` shards it evenly over the ranks that hold the matrix, as a 1-D tensor, and
-`MatrixExchange.exchange_flat` sends it to the same owners.
+`MatrixExchange.flat_parts` exchanges it with the same owners.
 """
 
 from __future__ import annotations
@@ -153,18 +153,14 @@ class MatrixExchange:
             assigned.append(matrix.owned_by(owner, size))
         return assigned
 
-    def empty_owned(self, shards: list[Tensor]) -> dict[int, Tensor]:
-        """Return uninitialized stacks of the owned matrices, by parameter."""
-        counts = Counter(matrix.param for matrix in self.parts.owned)
-        return {p: shards[p].new_empty(n, *self.shapes[p][1:]) for p, n in counts.items()}
-
     def unshard(self, shards: list[Tensor]) -> dict[int, Tensor]:
         """Return the owned matrices as stacks by parameter; a collective.
 
         Args:
             shards: this rank's shards of the parameters, or of what is sharded like them.
         """
-        stacks = self.empty_owned(shards)
+        counts = Counter(matrix.param for matrix in self.parts.owned)
+        stacks = {p: shards[p].new_empty(n, *self.shapes[p][1:]) for p, n in counts.items()}
         self.parts.unshard(shards, self.parts.views_of(stacks))
         return stacks
 

@@ -149,7 +149,7 @@ class _SoapExchange:
             self.parts.views_of(self.exchange.unshard(shards))
             for shards in (grads, momenta, squares)
         )
-        bases = {side: self._unshard_flat(f"{side}_basis") for side in SIDES}
+        bases = {side: self._unshard_flat(side, "basis") for side in SIDES}
         gains: dict[str, list[Tensor]] = {side: [] for side in SIDES}
         for i, matrix in enumerate(self.parts.owned):
             key, group = (matrix.param, matrix.item), self.group_of[self.params[matrix.param]]
@@ -162,7 +162,8 @@ class _SoapExchange:
             square.copy_(torch.where(skip, square, new_square))
             direction = _rotate(momentum_of[i], rows, columns) / (1 - beta1**step)
             direction /= (square / (1 - beta2**step)).sqrt() + eps
-            momentum_of[i].copy_(_rotate_back(direction, rows, columns))
+            # A skipped first step divides zero by zero.
+            momentum_of[i].copy_(_rotate_back(direction, rows, columns).masked_fill(skip, 0.0))
             if rows is not None:
                 gains["row"].append(grad @ grad.mT)
             if columns is not None:
@@ -183,14 +184,14 @@ class _SoapExchange:
             for side in SIDES:
                 self._renew_bases(side, bases[side], skip)
 
-    def _flat(self, name: str) -> list[Tensor]:
+    def _flat(self, side: str, kind: str) -> list[Tensor]:
         """Return this rank's shards of a flat state on the device of the exchange."""
-        locals_ = [to_local(self.optimizer.state[param][name]) for param in self.params]
-        return [local.to(self.exchange.device or local.device) for local in locals_]
+        shards = [to_local(self.optimizer.state[param][f"{side}_{kind}"]) for param in self.params]
+        return [shard.to(self.exchange.device or shard.device) for shard in shards]
 
-    def _unshard_flat(self, name: str) -> dict[tuple[int, int], Tensor]:
+    def _unshard_flat(self, side: str, kind: str) -> dict[tuple[int, int], Tensor]:
         """Return a square matrix of each owned matrix, by parameter and item."""
-        parts, shards = self.flat[name.partition("_")[0]], self._flat(name)
+        parts, shards = self.flat[side], self._flat(side, kind)
         owned = [shards[0].new_empty(matrix.numel) for matrix in parts.owned]
         parts.unshard(shards, owned)
         squares = [flat.view(round(flat.numel() ** 0.5), -1) for flat in owned]
@@ -198,7 +199,7 @@ class _SoapExchange:
 
     def _shard_flat(self, side: str, owned: list[Tensor]) -> list[Tensor]:
         """Return this rank's shards of a square matrix of each owned matrix."""
-        shards = [torch.empty_like(shard) for shard in self._flat(f"{side}_mean")]
+        shards = [torch.empty_like(shard) for shard in self._flat(side, "mean")]
         self.flat[side].shard([matrix.flatten() for matrix in owned], shards)
         return shards
 
@@ -212,7 +213,7 @@ class _SoapExchange:
     def _renew_bases(self, side: str, bases: dict[tuple[int, int], Tensor], skip: Tensor) -> None:
         """Turn the bases towards the eigenvectors of the means."""
         new = []
-        for key, mean in self._unshard_flat(f"{side}_mean").items():
+        for key, mean in self._unshard_flat(side, "mean").items():
             scale = mean.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
             damped = mean / scale + DAMPING * torch.eye(len(mean), device=mean.device)
             new.append(torch.where(skip, bases[key], torch.linalg.qr(damped @ bases[key]).Q))

@@ -65,9 +65,8 @@ def group_warnings(plan: Plan) -> Iterator[str]:
             if group.lr_mult == 0:
                 reason = "lr_mult=0 freezes the group"
             elif not is_read and optim.name in WEFT_OPTIMIZERS:
-                owners = {"momentum": "Muon", "optimizer": "Muon"}
-                owners |= {"optimizer": "SOAP"} if optim.name == "soap" else {}
-                updates = owners.get(option, "AdamW")
+                of_matrices = "SOAP" if optim.name == "soap" else "Muon"
+                updates = {"momentum": "Muon", "optimizer": of_matrices}.get(option, "AdamW")
                 reason = f"{updates} updates no parameter of {list(group.params)}"
             if reason:
                 yield f"{option}={value} of optim.groups has no effect: {reason}. Remove it."
