@@ -112,7 +112,7 @@ def changes(plan: Plan) -> Iterator[Change]:
     if plan.pipeline is None and plan.dp_shard > 1:
         keeps = plan.reshard_after_forward is False
         yield {"parallel.reshard_after_forward": "always" if keeps else "never"}
-    yield from mesh_changes(plan)
+    yield from mesh_changes(plan, plan.local_world_size)
     node = plan.local_world_size
     if plan.dp_replicate == 1 and plan.dp_shard > node:
         yield {"parallel.dp_replicate": plan.dp_shard // node, "parallel.dp_shard": node}

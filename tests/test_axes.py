@@ -42,7 +42,7 @@ def advised() -> Iterable[str]:
     return [
         axis
         for axis in OTHERS
-        if any(f"parallel.{axis}" in change for change in mesh_changes(planned(axis, 2)))
+        if any(f"parallel.{axis}" in change for change in mesh_changes(planned(axis, 2), 8))
     ]
 
 

@@ -249,6 +249,41 @@ def test_collective_seconds_follow_the_placement_of_a_group() -> None:
     assert one_adapter == pytest.approx(1e9 * 7 / 8 / network.busbw(8), rel=0.05)
 
 
+def test_all_to_all_over_nodes_takes_the_time_of_one_adapter() -> None:
+    """All other collectives of a node share its adapters (NVIDIA/nccl-tests#267)."""
+    device, size = get_device("H100"), 1e9
+
+    def seconds(kind: Any, ranks: int, stride: int = 1) -> float:
+        return collective_seconds(Collective(kind, size, "ep", ranks, stride), h100())
+
+    assert seconds("all_to_all", 8) == seconds("all_gather", 8)  # inside a node
+    for ranks, stride in ((16, 1), (64, 1), (8, 8), (16, 4)):
+        nodes = ranks * stride // 8
+        local = ranks // nodes
+        leaving = size * (ranks - local) / ranks
+        expected = leaving / device.network.busbw(nodes)
+        assert seconds("all_to_all", ranks, stride) == pytest.approx(expected, rel=0.02)
+    assert seconds("all_to_all", 16) > 3 * seconds("all_gather", 16)
+    # Few bytes leave a group that hardly leaves its node, so the link decides.
+    slow_link = replace(device, link=replace(device.link, bandwidth=1e9))
+    op = Collective("all_to_all", size, "ep", 16)
+    inside = collective_seconds(op, Hardware(slow_link, 8))
+    assert inside == pytest.approx(size * 7 / 16 / 1e9, rel=0.02)
+
+
+def test_rack_has_no_network_between_its_nodes() -> None:
+    device = get_device("GB200")
+    for kind in ("all_gather", "all_to_all", "all_reduce"):
+        op = Collective(kind, 1e9, "ep", 64)
+        assert collective_seconds(op, Hardware(device, 4)) == collective_seconds(
+            op, Hardware(device, 64)
+        )
+        beyond = op._replace(ranks=144)
+        assert collective_seconds(beyond, Hardware(device, 4)) > collective_seconds(
+            op, Hardware(device, 4)
+        )
+
+
 def test_prefetch_hides_up_to_the_compute_time() -> None:
     compute = Work((Matmul(8192, 8192, 8192),))
     compute_seconds = work_seconds(compute, h100()).total()

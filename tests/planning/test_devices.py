@@ -14,12 +14,14 @@ from weft.planning.devices import (
     CPU_DEVICE,
     Cluster,
     get_device,
+    linked_devices,
     load_clusters,
     match_device,
     parse_cluster,
     peak_flops,
     read_clusters,
 )
+from weft.planning.plan import Machine
 from weft.planning.plan_text import cluster_machine
 from weft.planning.resolve import resolve
 
@@ -64,7 +66,7 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
             "is not a cluster of the form NODESxDEVICESxNAME",
             "such as 64x8xH100",
         ),
-        ("1x8xH20", "has an unknown device 'H20'", "use one of A10G, A100-40GB"),
+        ("1x8xA30", "has an unknown device 'A30'", "use one of A10G, A100-40GB"),
         ("1x8xMI300", "has an unknown device 'MI300'", "did you mean MI300X?"),
         ("1x8xHB100", "has an unknown device 'HB100'", "H100"),
         ("1x8xabacus", "has an unknown device 'abacus'", "use one of A10G, A100-40GB"),
@@ -125,6 +127,13 @@ def test_trn2u_has_neuronlink_between_four_servers_and_efa_beyond() -> None:
     for nodes in (8, 64):
         efa = get_device("Trn2").network.busbw(nodes)
         assert network.busbw(nodes) == pytest.approx(efa, rel=0.1)
+
+
+def test_switches_of_a_rack_link_its_nodes() -> None:
+    for name, num_linked in (("GB200", 72), ("GB300", 72), ("B200", 8), ("B300", 8), ("H100", 8)):
+        machine = cluster_machine(parse_cluster(f"16x8x{name}"))
+        assert linked_devices(machine, 8) == num_linked
+    assert linked_devices(Machine("cuda", 8, "unknown"), 8) == 8
 
 
 # --------------------------------------------------------------------------- user's clusters.toml
@@ -236,6 +245,14 @@ def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[s
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H20-3e", "H20"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
     ],
 )
 def test_match_device_other_board_is_another_device(driver: str, name: str | None) -> None:

@@ -203,6 +203,11 @@ def test_placement_warnings_are_of_harmful_layouts_only() -> None:
     sizes = {"dp_replicate": 2, "pp": 2, "tp": 3}
     [warning, _] = placement_warnings(sizes, 8, REPLICA_OUTER)
     assert "ranks 6-8 spans 2 nodes" in warning
+    # The switches of a rack link nodes of 4.
+    assert placement_warnings({"tp": 8, "dp_shard": 8}, 4, num_linked=72) == []
+    [warning] = placement_warnings({"tp": 16, "dp_shard": 8}, 4, num_linked=72)
+    assert "the group of ranks 64-79 spans 2 racks of 72 ranks" in warning
+    assert "divides the ranks of a rack: 1, 2, 3, 4, ..., 24, 36 or 72" in warning
     [warning] = placement_warnings({"dp_shard": 12}, 8)
     assert warning == (
         "12 ranks do not fill nodes of 8: the last node has 4, and groups do not align with nodes. "

@@ -21,7 +21,7 @@ from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
-from weft.planning.devices import Device
+from weft.planning.devices import Device, linked_devices
 from weft.planning.matrices import supports_float8
 from weft.planning.optim_rules import WEFT_OPTIMIZERS
 from weft.planning.plan import Machine, Plan
@@ -138,7 +138,7 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
         smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
         for dtype in smaller_dtypes.get(plan.state_dtype, ()):
             yield {"optim.state_dtype": dtype}
-    yield from mesh_changes(plan)
+    yield from mesh_changes(plan, linked_devices(machine, plan.local_world_size))
 
 
 def checkpoint_change(job: Job, mode: str) -> Change:
@@ -149,13 +149,13 @@ def checkpoint_change(job: Job, mode: str) -> Change:
     return change
 
 
-def mesh_changes(plan: Plan) -> Iterator[Change]:
+def mesh_changes(plan: Plan, max_tp: int) -> Iterator[Change]:
     """Yield other degrees of one axis; the remaining ranks shard the parameters."""
     job = plan.job
     auto_shard: Change = {} if job.parallel.dp_shard == "auto" else {"parallel.dp_shard": "auto"}
     if plan.dp_replicate > 1:
         yield {"parallel.dp_replicate": 1} | auto_shard
-    limits = {"tp": plan.local_world_size, "pp": 64, "cp": plan.seq_len // 8192}
+    limits = {"tp": max_tp, "pp": 64, "cp": plan.seq_len // 8192}
     for axis, limit in limits.items():
         degree = plan.axis_sizes[axis]
         for other in sorted({1, degree // 2, 2 * degree, 4 * degree} - {0, degree}):

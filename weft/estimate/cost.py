@@ -13,6 +13,8 @@ from arithmetic (`weft.estimate.analytic`); both are priced here by the same rul
 * A collective is a ring: (g - 1)/g of the bytes at the bus bandwidth, plus latency by hops.  A
   group inside a node uses its link.  A group across nodes uses the network adapters of its ranks
   in a node; the other adapters serve the groups of the other ranks at the same time.
+* An all-to-all is no ring: each rank sends what is for other nodes through its own adapter, and
+  what is for its node over the link meanwhile (NVIDIA/nccl-tests#267).
 * Prefetched collectives (FSDP) hide behind the layer's compute, up to the length of that compute.
   They slow it by `CONTENTION` of their time, because both need memory bandwidth and cores.
 * A pipeline is simulated: an action starts when its rank is free and its inputs have arrived.  Two
@@ -56,6 +58,9 @@ HOST_LINK_BANDWIDTH = 200e9
 Precision = Literal["bf16", "float8", "float4", "float32"]
 # FlashAttention 2, and the kernel made for the device.
 AttentionKernel = Literal["flash", "attention"]
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"
+]
 Overlap = Literal["exposed", "async", "ring", "prefetch", "pair"]
 
 
@@ -86,12 +91,13 @@ class Attention(NamedTuple):
 class Collective(NamedTuple):
     """A collective on this rank.
 
-    ``bytes``: size of the gathered, or not yet reduced, tensor.  ``stride``: distance between
+    ``bytes``: size of the gathered, or not yet reduced, tensor; of an all-to-all, of what a rank
+    sends, itself included.  ``stride``: distance between
     neighbors of the group, in ranks.  A send has two ranks; on axis "offload" the peer is host
     memory.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+    kind: CollectiveKind
     bytes: float
     axis: str
     ranks: int
@@ -182,6 +188,11 @@ class Hardware:
     device: Device
     devices: int  # of one node
 
+    @property
+    def linked_devices(self) -> int:
+        """Devices that are linked without the network: a node's, or a rack's."""
+        return max(self.devices, self.device.link.domain)
+
 
 class Seconds(dict[str, float]):
     """Seconds of a rank by cause: compute, host, bubble, communication by axis."""
@@ -224,18 +235,28 @@ def attention_seconds(op: Attention, device: Device) -> float:
     return op.flops / rate
 
 
+def ranks_by_node(ranks: int, stride: int, hardware: Hardware) -> tuple[int, int]:
+    """Return the ranks of a group in each node, and its nodes; a linked rack is one."""
+    local = max(1, min(ranks, hardware.linked_devices // max(1, stride)))
+    return local, math.ceil(ranks / local)
+
+
+def adapter_speed(local: int, nodes: int, stride: int, hardware: Hardware) -> float:
+    """Return bytes/s of one network adapter while all groups of this kind communicate."""
+    all_nodes = nodes * max(1, stride * local // hardware.linked_devices)
+    return hardware.device.network.busbw(all_nodes)
+
+
 def ring_speed(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
     """Return bytes/s of a rank in a ring, and the latency of one round in seconds."""
     link, network = hardware.device.link, hardware.device.network
-    node = max(hardware.devices, link.domain)
-    local = max(1, min(ranks, node // max(1, stride)))
-    nodes = math.ceil(ranks / local)
+    local, nodes = ranks_by_node(ranks, stride, hardware)
     # Trees replace rings of many ranks where latency dominates.
     network_hops, local_hops = (min(n, 8 * math.log2(n + 1)) for n in (nodes - 1, ranks - nodes))
     latency = network_hops * network.latency + local_hops * link.latency
     if nodes == 1:
         return link.bandwidth, latency
-    node_bandwidth = local * network.busbw(nodes * max(1, stride * local // node))
+    node_bandwidth = local * adapter_speed(local, nodes, stride, hardware)
     return (min(link.bandwidth, node_bandwidth) if local > 1 else node_bandwidth), latency
 
 
@@ -246,11 +267,24 @@ def collective_seconds(op: Collective, hardware: Hardware) -> float:
     speed, latency = ring_speed(op.ranks, op.stride, hardware)
     if op.axis == "offload":
         speed, latency = HOST_LINK_BANDWIDTH, 0.0
-    if op.kind == "send":
+    if op.kind in ("send", "broadcast"):
         return op.times * (op.bytes / speed + latency + COLLECTIVE_LAUNCH)
+    if op.kind == "all_to_all":
+        transfer = _exchange_seconds(op, hardware)
+    else:
+        transfer = op.bytes * (op.ranks - 1) / op.ranks / speed
     rounds = 2 if op.kind == "all_reduce" else 1
-    transfer = op.bytes * (op.ranks - 1) / op.ranks / speed
     return op.times * (rounds * (transfer + latency) + COLLECTIVE_LAUNCH)
+
+
+def _exchange_seconds(op: Collective, hardware: Hardware) -> float:
+    """Return the seconds in which the bytes of an all-to-all leave a rank."""
+    local, nodes = ranks_by_node(op.ranks, op.stride, hardware)
+    seconds = op.bytes * (local - 1) / op.ranks / hardware.device.link.bandwidth
+    if nodes > 1:
+        speed = adapter_speed(local, nodes, op.stride, hardware)
+        seconds = max(seconds, op.bytes * (op.ranks - local) / op.ranks / speed)
+    return seconds
 
 
 def work_seconds(work: Work, hardware: Hardware) -> Seconds:

@@ -40,7 +40,7 @@ from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
 from weft.planning.degrees import ParallelDims, divisors
-from weft.planning.devices import GIB, Device, find_device
+from weft.planning.devices import GIB, Device, find_device, linked_devices
 from weft.planning.pipeline_schedule import SCHEDULES
 from weft.planning.plan import Machine, PipelinePlan, Plan, Stage
 from weft.planning.resolve import resolve
@@ -362,8 +362,9 @@ def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
 
 def enumerate_candidates(plan: Plan, machine: Machine) -> Iterator[Candidate]:
     """Yield all layouts that satisfy the numeric rules."""
-    model, world, node = plan.model, plan.world_size, plan.local_world_size
-    for tp in divisors(node):
+    model, world = plan.model, plan.world_size
+    linked = linked_devices(machine, plan.local_world_size)
+    for tp in divisors(linked):
         if model.num_kv_heads % tp or model.vocab_size % tp:
             continue
         for pp in divisors(world // tp, model.num_layers):
@@ -371,9 +372,8 @@ def enumerate_candidates(plan: Plan, machine: Machine) -> Iterator[Candidate]:
                 dp = world // (tp * pp * cp)
                 if world % (tp * pp * cp) or plan.global_batch_size % dp:
                     continue
-                for dp_shard in sorted({dp, max(1, min(dp, node // (tp * cp)))}):
-                    if dp % dp_shard:
-                        continue
+                num_linked = max(1, linked // (tp * cp))
+                for dp_shard in sorted({dp, divisors(dp, num_linked)[-1]}):
                     degrees = ParallelDims(
                         pp=pp, dp_replicate=dp // dp_shard, dp_shard=dp_shard, cp=cp, tp=tp
                     )

@@ -19,12 +19,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import get_args
 
 from weft.config.axes import FSDP_AXES
 from weft.estimate.cost import (
     Attention,
     AttentionKernel,
     Collective,
+    CollectiveKind,
     Matmul,
     Overlap,
     Precision,
@@ -45,14 +47,8 @@ from weft.planning.plan import Plan
 # Index of the first factor among the inputs.
 MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
 MATMUL_OPS |= {"scaled_grouped_mm": 0}
-COLLECTIVE_KINDS = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_gather",  # moves as many bytes
-    "send": "send",
-    "broadcast": "send",
-}
+# The sender pays for a receive.
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # Kernels that a compiled block launches for the operators between two barriers.
 FUSED_KERNELS = 1
 # The largest magnitude of what a float8 cast scales: the cast reads the matrix again.
@@ -192,10 +188,11 @@ class TracePricer:
 
     def _collective(self, call: OpCall) -> Collective | None:
         axis, ranks, stride = self.trace.comm_groups[call.group]
-        kind = COLLECTIVE_KINDS.get(call.name)
-        # The sender pays for a receive, and the schedule prices p2p.  A pipeline's ranks also sum
-        # norms, and the gradients of tied embeddings.
-        if kind is None or (axis == "pp" and (kind == "send" or collective_bytes(call) < 1024)):
+        kind = next((known for known in COLLECTIVE_KINDS if known == call.name), None)
+        # The schedule prices p2p.  A pipeline's ranks also sum norms, and the gradients of tied
+        # embeddings.
+        is_message = kind in ("send", "broadcast")
+        if kind is None or (axis == "pp" and (is_message or collective_bytes(call) < 1024)):
             return None
         overlap = self.overlaps.get(axis, "exposed")
         if axis == "tp" and id(call) in self.fused:
@@ -206,7 +203,7 @@ class TracePricer:
             overlap = "exposed"
         if kind == "send":
             ranks = 2
-        return Collective(kind, collective_bytes(call), axis, ranks, stride, overlap)  # type: ignore[arg-type]
+        return Collective(kind, collective_bytes(call), axis, ranks, stride, overlap)
 
     def _exchanges_rows(self, call: OpCall) -> bool:
         """Return False for counts of rows, int64 per expert: the host waits for them."""

@@ -69,7 +69,7 @@ class Link:
     Attributes:
         bandwidth: bytes/s that a device sends in collectives.
         latency: seconds per hop.
-        domain: number of linked devices, if larger than a node.
+        domain: number of devices that switches connect, if more than a node's (a rack's).
         peer_access: True if devices can read each other's memory over the link.
     """
 
@@ -309,6 +309,15 @@ def find_device(machine: Machine) -> Device | None:
     if machine.device == "cpu":
         return get_device(CPU_DEVICE)
     return match_device(machine.device_name, machine.memory_bytes)
+
+
+def linked_devices(machine: Machine, local_world_size: int) -> int:
+    """Return the number of ranks that links connect without the network.
+
+    It is that of a node, or of a rack whose switches connect the devices of its nodes.
+    """
+    device = find_device(machine)
+    return max(local_world_size, device.link.domain if device else 0)
 
 
 BOARD_WORDS = {"pcie", "nvl", "laptop", "max", "ti", "super", "d"}

@@ -191,22 +191,30 @@ def _mixed_neighbors(plan: Plan, section: PrecisionSection) -> dict[str, bool]:
 
 
 def placement_warnings(
-    sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
+    sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES, num_linked: int = 0
 ) -> list[str]:
     """Return warnings about a placement that is certain to be slow.
 
     Every axis except tp may cross nodes, and in a large run must.
+
+    Args:
+        sizes: ranks along each axis.
+        local_world_size: ranks per node.
+        order: axes, outermost first.
+        num_linked: see `weft.planning.devices.linked_devices`, if more than a node's.
     """
     warnings = []
     world_size, tp = count_ranks(sizes), sizes.get("tp", 1)
-    if (num_nodes := max_nodes_per_group("tp", sizes, local_world_size, order)) > 1:
+    place = "rack" if num_linked > local_world_size else "node"
+    size = max(num_linked, local_world_size)
+    if (num_places := max_nodes_per_group("tp", sizes, size, order)) > 1:
         groups = group_array("tp", sizes, order)
-        group = groups[nodes_per_group(groups, local_world_size).argmax()]
+        group = groups[nodes_per_group(groups, size).argmax()]
         warnings.append(
-            f"parallel.tp={tp}: the group of ranks {group.min()}-{group.max()} spans {num_nodes} "
-            f"nodes of {local_world_size} ranks. Tensor parallelism communicates several times in "
+            f"parallel.tp={tp}: the group of ranks {group.min()}-{group.max()} spans {num_places} "
+            f"{place}s of {size} ranks. Tensor parallelism communicates several times in "
             "every layer, with nothing to compute meanwhile. Use a degree that divides the ranks "
-            f"of a node: {format_choices(divisors(local_world_size))}."
+            f"of a {place}: {format_choices(divisors(size))}."
         )
     if world_size > local_world_size and (remainder := world_size % local_world_size):
         warnings.append(

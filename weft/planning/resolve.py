@@ -23,7 +23,7 @@ from weft.config.schema import Job, ParallelSection, difference
 from weft.models import Family, load_family
 from weft.planning.cuda_graph_rules import check_cuda_graphs, uses_cuda_graphs
 from weft.planning.degrees import ParallelDims, divisors, resolve_degrees
-from weft.planning.devices import peak_flops
+from weft.planning.devices import linked_devices, peak_flops
 from weft.planning.dispatch_rules import check_dispatch, dispatch_warnings
 from weft.planning.lora_plan import TrainingCost, training_cost
 from weft.planning.matrices import find_float8_matrices, supports_float8
@@ -222,7 +222,12 @@ def resolve(
         warnings=(),
     )
     warnings = (
-        *placement_warnings(plan.axis_sizes, local_world_size, plan.axis_order),
+        *placement_warnings(
+            plan.axis_sizes,
+            local_world_size,
+            plan.axis_order,
+            linked_devices(machine, local_world_size),
+        ),
         *float8_warnings(plan),
         *pipeline_warnings(plan),
         *activation_checkpoint_warnings(plan),
