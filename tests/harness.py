@@ -238,6 +238,7 @@ def _import_modules() -> None:
     for name in (
         "encodings.utf_8_sig",
         "numpy",
+        "numpy.ma",  # by the first np.unique
         "pytest",
         "rich._emoji_codes",  # by the first text in a terminal
         "torch",

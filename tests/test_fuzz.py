@@ -20,6 +20,7 @@ from tests.fuzz import (
     FuzzResult,
     FuzzSettings,
     Outcome,
+    failure_kind,
     fuzz,
     main,
     read_log,
@@ -109,7 +110,7 @@ def test_draw_depends_on_seed_and_index_only() -> None:
 
 def test_draw_covers_techniques_and_layouts() -> None:
     """Draws cover every axis of the mesh and most goals, with at most 8 ranks."""
-    jobs = [draw_job(1, index, {}, 8) for index in range(60)]
+    jobs = [draw_job(1, index, {}, 8) for index in range(30)]
     remaining, pairs = 0, set()
     for job in jobs:
         names = {technique_name(key, text) for key, text in job.overrides.items()} & set(
@@ -117,15 +118,15 @@ def test_draw_covers_techniques_and_layouts() -> None:
         )
         remaining += set(job.goal) <= names
         pairs |= set(itertools.combinations(sorted(names), 2))
-    assert remaining > 40
-    assert len(pairs) > 500
+    assert remaining > 20
+    assert len(pairs) > 250
     plans = [make_case(job.overrides, 8).plan for job in jobs]
     for axis in AXES:
-        assert sum(plan.axis_sizes[axis] > 1 for plan in plans) > 3, axis
+        assert sum(plan.axis_sizes[axis] > 1 for plan in plans) > 1, axis
     assert all(1 <= plan.world_size <= 8 for plan in plans)
-    assert sum(plan.world_size > 2 for plan in plans) > 20
+    assert sum(plan.world_size > 2 for plan in plans) > 10
     assert {plan.model.num_experts > 0 for plan in plans} == {False, True}
-    assert 8 < sum(bool(job.resume) for job in jobs) < 36
+    assert 4 < sum(bool(job.resume) for job in jobs) < 18
     assert len(list_goals(1)) > 2000
 
 
@@ -158,22 +159,39 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
 ) -> None:
     words = "--run.device cpu --parallel.tp 2 --parallel.dp_shard 1 --optim.beta1 0.45"
     job = RandomJob(0, 0, (), dict(overrides(words.split())), {}, ranks=2, steps=2)
-    failure = Outcome("failed", "gradients first differ")
-    result = shrink_failure(job, failure, break_tensor_parallel)
+    failure = Outcome("failed", "step 2: gradients first differ in layers.0 (0.5)")
+    verified: list[RandomJob] = []
+
+    def fail_with_tensor_parallel(job: RandomJob, corrupt: Any) -> Outcome:
+        verified.append(job)
+        has_failed = job.overrides.get("parallel.tp") == "2"
+        reason = "step 1: gradients first differ in layers.1 (0.6)" if has_failed else ""
+        return Outcome("failed" if has_failed else "agreed", reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.fuzz.verify_job", fail_with_tensor_parallel)
+        result = shrink_failure(job, failure, break_tensor_parallel)
     assert result.status == "failed"
-    assert result.reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
+    assert result.reason.startswith("step 1: ")
+    assert result.runs == len(verified) < 10
     command = shlex.split(result.command)
     assert command[:3] == ["weft", "verify", "demo"]
     assert command[command.index("--parallel.tp") + 1] == "2"
     assert command[command.index("--steps") + 1] == "1"
     assert "--optim.beta1" not in command
 
+    reports: list[VerifyReport] = []
+
     def break_it(*args: Any, **kwargs: Any) -> VerifyReport:
-        return verify(*args, **kwargs, corrupt=break_tensor_parallel)
+        reports.append(verify(*args, **kwargs, corrupt=break_tensor_parallel))
+        return reports[0]
 
     monkeypatch.setattr(verify_module, "verify", break_it)
     assert weft(command[1:]) == 1
     assert "FAILED: step 1" in capsys.readouterr().out
+    reason = reports[0].reason
+    assert reason.startswith(f"{AGREES}gradients first differ in layers.1.mlp.up")
+    assert failure_kind(Outcome("failed", reason)) == failure_kind(failure)
 
 
 @pytest.mark.ranks
@@ -187,17 +205,17 @@ def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     settings = FuzzSettings(seed=13, ranks=2, steps=2, pinned=pinned, corrupt=fail_in_a_pipeline)
     log, messages = tmp_path / "log.jsonl", list[str]()
-    first = fuzz(2, settings, log, log=messages.append)
-    assert (first["crashed"], first["agreed"], first["missing"]) == (2, 0, 0)
+    first = fuzz(1, settings, log, log=messages.append)
+    assert (first["crashed"], first["agreed"], first["missing"]) == (1, 0, 0)
     assert first["failures"][0]["command"].startswith("weft verify demo --steps 1 --ranks 2 ")
     assert "this rank cannot" in first["failures"][0]["reason"]
     with log.open("a") as file:
         file.write('{"seed": 13, "ind')  # as a killed process leaves it
     before = log.read_text()
-    second_run = fuzz(2, settings, log)
+    second_run = fuzz(1, settings, log)
     assert log.read_text() == before
     assert second_run["failures"] == first["failures"]
-    assert len(read_log(log, settings)) == 2
+    assert len(read_log(log, settings)) == 1
     assert read_log(log, FuzzSettings(seed=7)) == []
     assert read_log(log, FuzzSettings(seed=13, ranks=2, steps=1)) == []  # draws other jobs
 

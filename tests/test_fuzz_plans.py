@@ -9,7 +9,7 @@ import pytest
 from tests.plan_fuzz import fuzz
 from weft.cli.main import main
 
-FEW = 6
+FEW = 3
 MANY = 500
 
 

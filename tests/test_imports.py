@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent / "weft"
 
@@ -73,13 +72,19 @@ def commands() -> set[str]:
 KNOWN, COMMANDS = frozenset(modules()), frozenset(commands())
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
 def modules_of_weft(path: Path) -> set[str]:
     """Return the modules of weft that a file imports, also in functions, for types, and by name.
 
     ``weft`` itself is the Python interface: it imports `weft.api` when one of its names is used.
     """
     results = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -142,7 +147,7 @@ def test_modules_import_only_the_dependencies_of_the_plain_installation() -> Non
     known |= {"weft", "markupsafe", "pydantic_core", "pynvml"}
     wrong = []
     for module, path in modules().items():
-        for node in ast.parse(path.read_text("utf-8")).body:
+        for node in parse(path).body:
             found: list[str] = []
             if isinstance(node, ast.Import):
                 found = [alias.name for alias in node.names]
@@ -156,13 +161,14 @@ def test_modules_import_only_the_dependencies_of_the_plain_installation() -> Non
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", ["weft.supervision.start", "weft.training.loop"])
-def test_start_imports_neither_compiler_nor_dtensor(module: str) -> None:
+def test_start_imports_neither_compiler_nor_dtensor() -> None:
     """Their imports would delay every start by a second; layouts that need them import them."""
     heavy = {"torch._dynamo", "torch.distributed.tensor", "sympy"}
-    probe = f"import sys, {module}; print({heavy} & sys.modules.keys())"
+    probe = "import sys\n"
+    for module in ("weft.supervision.start", "weft.training.loop"):
+        probe += f"import {module}\nprint('{module}', {heavy} & sys.modules.keys())\n"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-    assert result.stdout.strip() == "set()", result.stderr
+    assert result.stdout == "weft.supervision.start set()\nweft.training.loop set()\n", result
 
 
 def test_data_preparation_does_not_import_torch() -> None:

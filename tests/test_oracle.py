@@ -14,8 +14,8 @@ import pytest
 from tests.harness import run_ranks
 from tests.oracle import check_case, draw_case, make_case
 
-OFTEN = range(20)
-EXTRA = range(20, 140)
+OFTEN = range(10)
+EXTRA = range(10, 140)
 LOW = [
     {"precision__compute_dtype": "bfloat16"},
     {"precision__float8": "tensorwise", "precision__float8_small": True},
@@ -44,7 +44,8 @@ def test_random_jobs_in_one_process_equal_transformers() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(EXTRA.start, EXTRA.stop, 30))
 def test_more_random_jobs_in_one_process_equal_transformers(first: int) -> None:
-    [result] = run_ranks(wrong_cases, 1, range(first, first + 30), timeout=800)
+    seeds = range(first, min(first + 30, EXTRA.stop))
+    [result] = run_ranks(wrong_cases, 1, seeds, timeout=800)
     assert not result, "\n".join(result)
 
 

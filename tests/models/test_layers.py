@@ -251,7 +251,9 @@ def random_documents(batch_size: int, num_tokens: int, num_documents: int) -> Te
     return starts.scatter(1, cuts, 1).cumsum(1) % 3  # ids come again
 
 
-@pytest.mark.parametrize("num_tokens", [1, 127, 128, 384, 1000, 1280])
+@pytest.mark.parametrize(
+    "num_tokens", [1, 127, 128, 384, 1000, pytest.param(1280, marks=pytest.mark.slow)]
+)
 def test_document_blocks_are_those_of_create_block_mask(num_tokens: int) -> None:
     """The same blocks are partial and full, for queries and for keys."""
     torch.manual_seed(num_tokens)

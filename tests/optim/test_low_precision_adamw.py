@@ -191,7 +191,7 @@ def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
     ("layout", "states"),
     [
         ("dp_shard2 tp2", "8bit"),
-        ("tp2", "bfloat16"),
+        pytest.param("tp2", "bfloat16", marks=pytest.mark.slow),
         pytest.param("pp2", "8bit", marks=pytest.mark.slow),
         pytest.param("dp_shard2", "8bit", marks=pytest.mark.slow),
         pytest.param("tp2", "8bit", marks=pytest.mark.slow),

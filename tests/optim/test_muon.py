@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,12 @@ def is_rare(layout: str, states: str) -> bool:
     return (layout, states) != ("FSDP and tensor parallel", "8bit")
 
 
+@functools.cache
+def update_of_one_rank(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    (result,) = run_ranks(update_of, 1, list(overrides))
+    return result
+
+
 @pytest.mark.parametrize(
     ("layout", "states"),
     [
@@ -221,7 +228,7 @@ def test_muon_layout_takes_the_step_of_one_rank(layout: str, states: str) -> Non
         sizes = [size for size in sizes if size[0] != "model.expert_dim"]
     overrides = [*overrides, *sizes, ("optim.state_dtype", states)]
     batch = [override for override in overrides if not override[0].startswith("parallel")]
-    (single,) = run_ranks(update_of, 1, batch)
+    single = update_of_one_rank(tuple(batch))
     many = run_ranks(update_of, ranks, overrides)
     updates_seen = {}
     for rank in many:

@@ -47,7 +47,13 @@ def weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] if ("optim.name", "muon") in each[1] else [])
+        for each in LAYOUTS
+    ],
+)
 def test_average_follows_the_saved_weights(
     ranks: int, layout: Overrides, store_path: Path, tmp_path: Path
 ) -> None:

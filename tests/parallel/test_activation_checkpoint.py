@@ -76,7 +76,7 @@ def find_differing(
 REPRESENTATIVE_MODES = ("full", "selective", "budget", "selective, offload")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["dp_shard2", "tp2", "pp2"])
 def test_activation_checkpoint_representative_modes_are_equal_bit_for_bit(
     layout: str, store_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_activation_checkpoint_representative_modes_are_equal_bit_for_bit(
     "layout",
     [
         "",
-        "dp_shard2",
+        pytest.param("dp_shard2", marks=pytest.mark.slow),
         pytest.param("tp2", marks=pytest.mark.slow),
         pytest.param("pp2", marks=pytest.mark.slow),
         pytest.param("cp2", marks=pytest.mark.slow),
@@ -161,8 +161,8 @@ def budget_choices(
 @pytest.mark.parametrize(
     ("overrides", "kinds", "collective", "saved_calls"),
     [
-        (EXPERTS, 2, "all_to_all_single", [0, 3, 3, 3]),  # counts, rows and results
-        (UNEVEN_COLUMNS, 1, "reduce_scatter_tensor", [0, 2, 2, 2]),
+        (EXPERTS, 2, "all_to_all_single", [0, 3, 3]),  # counts, rows and results
+        (UNEVEN_COLUMNS, 1, "reduce_scatter_tensor", [0, 2, 2]),
     ],
     ids=["numbers of rows", "numbers of columns"],
 )
@@ -170,7 +170,7 @@ def test_budget_saves_the_same_collectives_on_all_ranks(
     overrides: Overrides, kinds: int, collective: str, saved_calls: list[int], store_path: Path
 ) -> None:
     """Else a rank waits for one that the others do not repeat: the tensors have other sizes."""
-    shares = ["0", "0.05", "0.1", "0.5"]
+    shares = ["0", "0.05", "0.5"]
     ours, theirs = run_ranks(budget_choices, 2, overrides, shares, str(store_path))
     assert ours != theirs
     for (count, names, _), (_, others, _) in zip(ours, theirs, strict=True):
@@ -296,18 +296,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 def saved_megabytes(**section: Any) -> float:
-    """Return the MB that eight blocks save for backward."""
+    """Return the MB that four blocks save for backward."""
     torch.manual_seed(0)
-    model = Decoder(PRESETS["toy"].model_copy(update={"num_layers": 8, "vocab_size": 256}))
+    model = Decoder(PRESETS["toy"].model_copy(update={"num_layers": 4, "vocab_size": 256}))
     blocks = list(model.layers.values())
     apply_activation_checkpoint(blocks, ActivationCheckpointSection(**section), compiled=False)
     tokens_BT = torch.randint(0, 256, (2, 128))
-    for _ in range(2):  # budget mode chooses in the first pass
-        with LiveBytes() as live:
-            out = model(tokens_BT)
-            result = live.bytes
-            out.sum().backward()
-            del out
+    if section["mode"] == "budget":  # it chooses in the first pass
+        model(tokens_BT)
+    with LiveBytes() as live:
+        out = model(tokens_BT)
+        result = live.bytes
+        del out
     return result / 1e6
 
 
@@ -316,10 +316,10 @@ def test_activation_checkpoint_saves_less_memory() -> None:
     selective = saved_megabytes(mode="selective")
     matmuls = saved_megabytes(mode="selective", recompute_every_n_matmuls=0)
     half = saved_megabytes(mode="full", every_n_layers=2)
-    assert full < 0.1 * none
+    assert full < 0.11 * none
     assert full < selective < matmuls < none
     assert full < half < none
-    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    shares = (0.0, 0.3, 0.6, 1.0)
     budgets = [saved_megabytes(mode="budget", memory_budget=share) for share in shares]
     assert budgets == sorted(budgets)
     assert budgets[0] == full

@@ -494,7 +494,10 @@ def test_context_parallel_attention_equals_one_process(ranks: int) -> None:
 
 
 # Query heads, key heads, ranks: as many groups as heads, one group, groups that ranks share.
-@pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 4, 2), (4, 1, 2), (6, 2, 3), (6, 3, 2)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks"),
+    [pytest.param(4, 4, 2, marks=pytest.mark.slow), (4, 1, 2), (6, 2, 3), (6, 3, 2)],
+)
 def test_context_parallel_any_head_grouping_equals_one_process_in_float64(
     heads: int, groups: int, ranks: int
 ) -> None:
@@ -663,7 +666,8 @@ def test_context_parallel_model_equals_one_process(ranks: int) -> None:
 
 
 def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> None:
-    check_errors(run_ranks(model_errors, 4, METHODS, BALANCES[1:], KINDS[:5], num_groups=2), 5e-6)
+    kinds = ["none", "mixed"]
+    check_errors(run_ranks(model_errors, 4, METHODS, BALANCES[1:], kinds, num_groups=2), 5e-6)
 
 
 LOCAL = {"layer_pattern": "LG"}

@@ -80,10 +80,10 @@ def nan_in_step_4(times: int) -> dict[str, str]:
 
 CASES: dict[str, tuple[int, dict[str, str]]] = {
     "one rank": (1, BFLOAT16),
-    "fsdp": (2, BFLOAT16 | TWO_RANKS),
     "experts, overflow": (2, PADDED | {"parallel.ep_capacity_factor": "1"}),
 }
 SLOW_CASES: dict[str, tuple[int, dict[str, str]]] = {
+    "fsdp": (2, BFLOAT16 | TWO_RANKS),
     "float32": (1, {}),
     "full recomputation": (1, BFLOAT16 | {"activation_checkpoint.mode": "full"}),
     "selective recomputation": (1, BFLOAT16 | {"activation_checkpoint.mode": "selective"}),

@@ -122,6 +122,11 @@ RARELY = {
     "persist, activation_checkpoint, 2 hops",
     "offload, 2 hops",
     "hierarchical",
+    "persist all",
+    "prefetch 2, 2 hops",
+    "one microbatch",
+    "persist none, one microbatch",
+    "to all",
     *(name for name, layout in LAYOUTS.items() if layout.ranks > 4),
 }
 

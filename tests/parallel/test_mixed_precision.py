@@ -95,7 +95,18 @@ def to_plain(tensor: Any) -> Tensor:
     return plain
 
 
-@pytest.mark.parametrize("overrides", draw_jobs(4), ids=lambda job: "-".join(job.values()))
+JOBS = draw_jobs(4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        JOBS[0],
+        *(pytest.param(job, marks=pytest.mark.slow) for job in JOBS[1:3]),
+        JOBS[3],
+    ],
+    ids=lambda job: "-".join(job.values()),
+)
 def test_copies_equal_fsdp_bit_for_bit(
     overrides: dict[str, str], tmp_path: Path, store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

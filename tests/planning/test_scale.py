@@ -100,7 +100,6 @@ OFTEN = {
     ("paper/llama3-70b", "middle"),
     ("paper/llama3-405b", "last"),
     ("paper/llama3-405b-128k", "middle"),
-    ("three-servers-small", "first"),
     ("three-servers-small", "last"),
 }
 

@@ -246,7 +246,10 @@ def test_compiled_expert_products_without_gradients_are_equal_bit_for_bit() -> N
         assert out.equal(float8_grouped_linear(x, w, torch.tensor(counts), "tensorwise", True))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])],
+)
 def test_compiled_experts_with_any_number_of_rows_are_equal_bit_for_bit(recipe: str) -> None:
     """Two products share a graph, as those of gate and up do, and all row counts share it."""
     torch._dynamo.reset()
