@@ -2,11 +2,16 @@
 
 Importing torch takes seconds. So weft's command runs in a new process only where a test
 checks its start or death; otherwise the harness forks it (`Started`, `run_weft`,
-`run_joined`) with torch imported. The command starts the same ranks in both ways.
+`run_joined`) with torch imported, and the command forks its ranks (`ForkingPopen`). The
+processes have the same parents, sessions and signals in both ways.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import importlib
+import json
 import os
 import random
 import shutil
@@ -17,14 +22,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    subprocess_handler as elastic_handler,
+)
 
+from tests.conftest import make_once
 from tests.harness import run_ranks
 from tests.small import SMALL, records, train_rank
 from weft.cli.main import main
@@ -76,18 +86,29 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def finished(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Run `weft train` on ``text.py`` as a user starts it."""
-    directory = tmp_path_factory.mktemp("finished")
-    shutil.copy(text_dir / "ast.py", directory / "text.py")
+def finished(text_dir: Path, shared_dir: Path) -> Finished:
+    """Run `weft train` on ``text.py`` as a user starts it, once for all workers."""
+    directory = shared_dir / "finished"
     words = ["--data.path", "text.py", "--data.cache_dir", "cache"]
     words += ["--checkpoint.interval", "5", "--checkpoint.keep_latest", "9"]
     command = [*small_command(directory), *words]
-    completed = subprocess.run(
-        command, cwd=directory, timeout=200, capture_output=True, text=True, check=False
-    )
-    assert not processes_in(directory)
-    return Finished(directory, command, completed)
+
+    def run(record_dir: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        shutil.copy(text_dir / "ast.py", directory / "text.py")
+        completed = subprocess.run(
+            command, cwd=directory, timeout=200, capture_output=True, text=True, check=False
+        )
+        assert not processes_in(directory)
+        record = {"returncode": completed.returncode}
+        record |= {"stdout": completed.stdout, "stderr": completed.stderr}
+        (record_dir / "record.json").write_text(json.dumps(record))
+
+    # The run is not made in a directory that is renamed later: it may know its path.
+    record_dir = make_once(shared_dir / "finished-record", run)
+    record = json.loads((record_dir / "record.json").read_text())
+    return Finished(directory, command, subprocess.CompletedProcess(command, **record))
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +141,146 @@ def processes_in(directory: Path) -> dict[int, str]:
 
 
 # --------------------------------------------------------------------------- in forked processes
+
+
+# Modules of weft that a command starts as `python -m MODULE` and that import torch.
+FORKED_MODULES = {
+    "weft": "weft.__main__",
+    "weft.api": "weft.api.__main__",
+    "weft.supervision.worker": "weft.supervision.worker",
+}
+
+
+class ForkingPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks this process instead of starting weft in an interpreter.
+
+    The child has what `subprocess.Popen` would give it: session, directory, environment, default
+    signal handlers, and of the open files only the three standard ones.
+    """
+
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Callable[[], object] | None,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: str | None,
+        env: dict[str, str] | None,
+        startupinfo: Any,
+        creationflags: Any,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        restore_signals: bool,
+        gid: Any,
+        gids: Any,
+        uid: Any,
+        umask: Any,
+        start_new_session: bool,
+        process_group: Any,
+    ) -> None:
+        words = [] if shell or isinstance(args, str | bytes) else [*map(str, args)]
+        words = [word for word in words[:3] if word != "-P"] + words[3:]
+        is_forked = words[:2] == WEFT[:2] and words[2:3] != [] and words[2] in FORKED_MODULES
+        if not is_forked:
+            super()._execute_child(  # type: ignore[misc]
+                *(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo),
+                *(creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite),
+                *(restore_signals, gid, gids, uid, umask, start_new_session, process_group),
+            )
+            return
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                stream.flush()  # or the child would write the same text again
+        # No signal may reach the handlers of this process in the child.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads.  Those of a launcher hold no lock of a rank.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    _reset_signals(mask)
+                    if cwd is not None:
+                        os.chdir(cwd)
+                    if start_new_session:
+                        os.setsid()
+                    if preexec_fn is not None:
+                        preexec_fn()
+                    _set_files((p2cread, c2pwrite, errwrite), pass_fds)
+                    _run_module(words[2], words[3:], env)
+                finally:
+                    traceback.print_exc()
+                    os._exit(1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._child_created = True
+        self._close_pipe_fds(  # type: ignore[attr-defined]
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        )
+
+
+def fork_commands() -> None:
+    """Let this process, a rank of the harness, fork weft's commands and ranks from now on."""
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    elastic_handler.Popen = ForkingPopen
+    # Its thread is missing in forked processes, which would wait for it.
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _reset_signals(mask: set[signal.Signals]) -> None:
+    """Give this forked process the signal handlers of a new interpreter, and a signal mask."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in signal.valid_signals():
+        with suppress(RuntimeError):  # it handles fatal signals in another way
+            faulthandler.unregister(number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _set_files(standard: tuple[int, int, int], kept: Collection[int]) -> None:
+    """Set the standard files of this forked process, unless -1; discard all but ``kept``."""
+    gc.freeze()  # objects of the parent must not close files that this process opens
+    duplicates = [(fd, target) for target, fd in enumerate(standard) if fd != -1]
+    duplicates = [(os.dup(fd), target) for fd, target in duplicates]
+    for fd, target in duplicates:
+        os.dup2(fd, target)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        # Their numbers stay in use: objects of the parent would close other files.
+        if fd > 2 and fd not in kept:
+            with suppress(OSError):  # the one of the listed directory
+                if not os.get_inheritable(fd):
+                    os.dup2(nowhere, fd, inheritable=False)
+
+
+def _run_module(name: str, words: list[str], env: dict[str, str] | None) -> NoReturn:
+    """Do what ``python -m NAME WORDS`` does, and end this process."""
+    if env is not None:
+        os.environ.clear()
+        os.environ |= env
+    sys.argv[:] = [name, *words]
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # type: ignore[assignment]
+    status: Any = 1
+    try:
+        status = importlib.import_module(FORKED_MODULES[name]).main()
+    except SystemExit as error:
+        status = error.code
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(int(status or 0))
 
 
 class Started:
@@ -219,6 +380,8 @@ def run_weft_in_child(
 ) -> int:
     """Run weft's command in this rank; return its status once its processes have ended."""
     dist.destroy_process_group()
+    fork_commands()
+    del os.environ["GLOO_SOCKET_IFNAME"]  # that of the harness: the launcher has to choose it
     os.chdir(directory)
     if cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
@@ -285,6 +448,7 @@ def run_joined_in_child(
     """Run weft's command as a rank in a child process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
+    fork_commands()
     os.chdir(directory)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -12,12 +13,16 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import weft
 from tests.chat import CHATML
+from tests.commands import fork_commands
+from tests.harness import run_ranks
 from tests.random_runs import random_run
 from tests.small import SMALL
 from weft.api.overrides import encode_overrides
@@ -168,19 +173,26 @@ def test_train_reports_every_mistake_at_once(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- runs
 
 
+def train_tiny(directory: Path, store: Path) -> tuple[str, str]:
+    """Call ``weft.train`` in this rank; return the text of its result, and what it printed."""
+    dist.destroy_process_group()
+    fork_commands()
+    os.environ["FORCE_COLOR"] = "1"  # as ipykernel sets it
+    with redirect_stdout(io.StringIO()) as out:
+        run = weft.train("demo", TINY | {"data.path": store, "run.dir": directory})
+    return repr(run), out.getvalue()
+
+
 @pytest.fixture(scope="module")
 def trained(
     tmp_path_factory: pytest.TempPathFactory, store_path: Path
 ) -> tuple[weft.api.RunHandle, str]:
     """Return a run that ``weft.train`` trained, and the captured output."""
-    import io
-    from contextlib import redirect_stdout
-
     directory = tmp_path_factory.mktemp("api") / "run"
-    with redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORCE_COLOR", "1")  # as ipykernel sets it
-        run = weft.train("demo", TINY | {"data.path": store_path, "run.dir": directory})
-    return run, out.getvalue()
+    [(text, out)] = run_ranks(train_tiny, 1, directory, store_path, timeout=200)
+    run = weft.open_run(directory)
+    assert text == repr(run)
+    return run, out
 
 
 @pytest.mark.system

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 
+from tests.commands import WEFT, run_weft
+from tests.conftest import make_once
 from tests.small import SMALL, Overrides
 from tests.test_cli import rejected
 from weft.cli.main import main
@@ -35,8 +36,6 @@ from weft.config.exit_statuses import REQUEUE
 from weft.config.files import write_json
 from weft.config.reader import read_job
 from weft.planning.plan import Plan
-
-WEFT = [sys.executable, "-m", "weft"]
 
 
 def toml(path: Path, store: Path, *changes: tuple[str, Any]) -> str:
@@ -243,31 +242,42 @@ def no_ranks_in(directory: Path) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def first_comparison(
-    store_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Any]]:
+def compare_once(directory: Path, store: Path) -> None:
     """Compare four variants, of which one crashes and one is invalid."""
-    directory = tmp_path_factory.mktemp("once")
     same = [("train.steps", "12"), ("resilience.max_restarts_per_hour", "0")]
     crash = '[{site="gradients", kind="raise", passing=3}]'
     recipes = [
-        toml(directory / "plain.toml", store_path, *same, slow(0.1)),
-        toml(directory / "seed.toml", store_path, *same, slow(0.1), ("train.seed", "5")),
-        toml(directory / "crash.toml", store_path, *same, ("resilience.faults", crash)),
-        toml(directory / "wrong.toml", store_path, *same, ("parallel.tp", "3")),
+        toml(directory / "plain.toml", store, *same, slow(0.1)),
+        toml(directory / "seed.toml", store, *same, slow(0.1), ("train.seed", "5")),
+        toml(directory / "crash.toml", store, *same, ("resilience.faults", crash)),
+        toml(directory / "wrong.toml", store, *same, ("parallel.tp", "3")),
     ]
-    command = [*recipes, "--out", "out", "--price", "2"]
-    state: dict[str, Any] = {"directory": directory, "recipes": recipes, "command": command}
-    with (directory / "output").open("a") as output, chdir(directory), redirect_stdout(output):
-        state["status"] = main(["compare", *command, "--repeat", "1"])
-    state["found"] = json.loads((directory / "out/comparison.json").read_text())
-    yield state
-    assert no_ranks_in(directory)
+    command = [*map(os.path.basename, recipes), "--out", "out", "--price", "2"]
+    completed = run_weft([*WEFT, "compare", *command, "--repeat", "1"], directory)
+    (directory / "output").write_text(completed.stdout + completed.stderr)
+    (directory / "status").write_text(str(completed.returncode))
 
 
 @pytest.fixture(scope="module")
-def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
+def first_comparison(
+    store_path: Path, shared_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Return a copy of a comparison with one repeat, which the workers of this run share."""
+    shared = make_once(shared_dir / "compared", lambda path: compare_once(path, store_path))
+    directory = tmp_path_factory.mktemp("once")
+    shutil.copytree(shared, directory, dirs_exist_ok=True)
+    recipes = [f"{name}.toml" for name in ("plain", "seed", "crash", "wrong")]
+    return {
+        "directory": directory,
+        "recipes": [str(directory / name) for name in recipes],
+        "command": [*recipes, "--out", "out", "--price", "2"],
+        "status": int((directory / "status").read_text()),
+        "found": json.loads((directory / "out/comparison.json").read_text()),
+    }
+
+
+@pytest.fixture(scope="module")
+def second_comparison(first_comparison: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Add a second repeat, kill the comparison, interrupt it with Ctrl-C, and resume."""
     directory = first_comparison["directory"]
     command = [*first_comparison["command"], "--repeat", "2"]
@@ -283,7 +293,8 @@ def second_comparison(first_comparison: dict[str, Any]) -> dict[str, Any]:
     status, result = finish(command, directory)
     after = stamps(directory, "out/1-plain-repeat-1/**/*")
     stamped = {"before": before, "after": after}
-    return first_comparison | {"stopped": stopped, "status": status, "found": result} | stamped
+    yield first_comparison | {"stopped": stopped, "status": status, "found": result} | stamped
+    assert no_ranks_in(directory)
 
 
 pytestmark = pytest.mark.timeout(600, method="signal")

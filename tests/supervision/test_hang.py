@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -18,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.commands import Started
+from tests.harness import RankError, run_ranks
 from tests.supervision.test_launcher import run, start_and_wait
-from tests.supervision.test_signals import workers
+from tests.supervision.test_signals import start_and_wait_for_step, workers
 from tests.supervision.test_watchdog import faults, rank_state
 from weft.cli.main import main
 from weft.config.errors import InvalidConfig
@@ -70,11 +72,15 @@ def explain_hang(directory: Path, *options: str) -> str:
     return output.getvalue()
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str] | Started) -> None:
     """Kill a run, so that its ranks record nothing."""
     ranks = workers(process)
-    process.kill()
-    process.wait(timeout=60)
+    process.send_signal(signal.SIGKILL)
+    if isinstance(process, Started):
+        with pytest.raises(RankError, match="SIGKILL"):
+            process.wait(timeout=60)
+    else:
+        process.wait(timeout=60)
     deadline = time.monotonic() + 60
     while any(process_start_ticks(rank) for rank in ranks):
         assert time.monotonic() < deadline
@@ -124,7 +130,8 @@ def test_hang_after_the_watchdog_names_a_skipped_collective(
 def test_hang_live_run_names_a_skipped_collective(arguments: list[str], tmp_path: Path) -> None:
     """Repeated commands work without a watchdog, and leave the run alive."""
     (tmp_path / "mine.py").write_text(SKIP)
-    process = start_and_wait([*arguments, *OPTIONS, "--resilience.step_timeout", "0"], tmp_path, 11)
+    command = [*arguments, *OPTIONS, "--resilience.step_timeout", "0"]
+    process = start_and_wait_for_step(command, tmp_path, 11)
     deadline = time.monotonic() + 120
     while not re.match(SKIPPED, output := explain_hang(tmp_path)):  # until the run reaches step 12
         assert time.monotonic() < deadline, output

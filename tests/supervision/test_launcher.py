@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.commands import ONE_RANK, WEFT, Finished, processes_in, run_joined, run_weft
+from tests.commands import (
+    ONE_RANK,
+    WEFT,
+    Finished,
+    processes_in,
+    run_joined,
+    run_weft,
+    run_weft_in_child,
+)
 from tests.harness import run_ranks
 from tests.small import losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import list_checkpoints
@@ -217,36 +225,33 @@ def build(groups, optim):
 """
 
 
-PROGRAM = """
-import subprocess, sys
-from weft.cli.main import main
-
-child = subprocess.Popen(["sleep", "60"])
-status = main(sys.argv[1:])
-print("the child runs" if child.poll() is None else "the child has ended")
-child.kill()
-sys.exit(status)
-"""
+def run_beside_a_child(*call: Any) -> tuple[int, bool]:
+    """Run weft's command in this rank; return its status, and if another child still runs."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        status = run_weft_in_child(*call)
+        is_alive = child.poll() is None
+        child.kill()
+    return status, is_alive
 
 
-@pytest.mark.system
 def test_train_exception_in_a_rank_is_shown_and_not_retried(
     arguments: list[str], tmp_path: Path
 ) -> None:
     """The launcher leaves another child of its program alone."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    program = [sys.executable, "-c", PROGRAM, *arguments[len(WEFT) :], *ONE_RANK]
-    command = [*program, "--optim.name", "broken:build", "--checkpoint.interval", "5"]
-    beside = os.environ.get("PYTHONPATH", "")
-    completed = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
-    assert completed.returncode == 1
-    assert completed.stdout.endswith("the child runs\n")
-    lines = completed.stderr.splitlines()
+    command = [*arguments[len(WEFT) :], *ONE_RANK]
+    command += ["--optim.name", "broken:build", "--checkpoint.interval", "5"]
+    output = tmp_path / "output"
+    output.mkdir()
+    call = (command, str(tmp_path), str(output), {}, 0, True)
+    assert run_ranks(run_beside_a_child, 1, *call, timeout=200) == [(1, True)]
+    error = (output / "2").read_text()
+    lines = error.splitlines()
     assert lines[0] == "weft: rank 0 failed: ZeroDivisionError: a planted fault (in step 7)"
     assert sum("Traceback" in line for line in lines) <= 1
     assert len(lines) < 20
-    assert f"log: {tmp_path}/run/logs/rank-0.log" in completed.stderr
-    assert f"resume from {tmp_path}/run/checkpoints/step-00000005" in completed.stderr
+    assert f"log: {tmp_path}/run/logs/rank-0.log" in error
+    assert f"resume from {tmp_path}/run/checkpoints/step-00000005" in error
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "ZeroDivisionError" in log
     assert log.count("--- ") == 1  # a bug is not retried

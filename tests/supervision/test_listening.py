@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
 import time
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from tests.commands import free_port, processes_in
+from tests.commands import Started, free_port, processes_in
 
 LISTENING = "0A"
 
@@ -35,26 +35,26 @@ def sockets_of(process: int) -> set[str]:
 def test_train_on_one_host_listens_on_loopback_only(arguments: list[str], tmp_path: Path) -> None:
     """Prometheus can read the metrics there."""
     address = f"127.0.0.1:{free_port()}"
-    command = [*arguments, "--train.steps", "400", "--monitor.log_interval", "1"]
+    command = [*arguments, "--train.steps", "100000", "--monitor.log_interval", "1"]
     command += ["--monitor.prometheus", address]
     visited: set[str] = set()
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
-        try:
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline:
-                for process in processes_in(tmp_path):
-                    try:
-                        visited |= sockets_of(process)
-                    except OSError:
-                        continue  # the process has ended
-                log = tmp_path / "run/metrics.jsonl"
-                if log.exists() and len(log.read_text().splitlines()) > 5:
-                    with urlopen(f"http://{address}/metrics") as answer:
-                        page = answer.read().decode()
-                    break
-                time.sleep(0.2)
-        finally:
-            run.kill()
+    run = Started(command, tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for process in processes_in(tmp_path):
+                try:
+                    visited |= sockets_of(process)
+                except OSError:
+                    continue  # the process has ended
+            log = tmp_path / "run/metrics.jsonl"
+            if log.exists() and len(log.read_text().splitlines()) > 5:
+                with urlopen(f"http://{address}/metrics") as answer:
+                    page = answer.read().decode()
+                break
+            time.sleep(0.2)
+    finally:
+        run.send_signal(signal.SIGKILL)
     assert log.exists(), "it did not train"
     assert 'weft_step{run="run"} ' in page
     assert "weft_node_cpu_ratio" in page

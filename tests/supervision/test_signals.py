@@ -42,9 +42,11 @@ def workers(process: subprocess.Popen[str] | Started) -> list[int]:
     all_ranks = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
     result = [pid for pid in all_ranks if process_status(pid).get("PPid") == str(process.pid)]
 
-    def rank(pid: int) -> int:
+    def rank(pid: int) -> tuple[int, int]:
         pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        return int(dict(pair.split("=", 1) for pair in pairs if "=" in pair)["RANK"])
+        # Ranks that are forked keep the environment of the harness there, but start in order.
+        values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        return int(values.get("RANK", 0)), pid
 
     return sorted(result, key=rank)
 
