@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import fake_nvml
+from tests import aws, fake_nvml
 from weft.config.schema import DataSection
 from weft.data.prepare import prepare_store
 from weft.monitor.signals import STOP_SIGNALS
@@ -105,6 +105,13 @@ def nvml_dir(tmp_path: Path, shared_dir: Path) -> Path:
         pytest.skip("needs gcc")
     library = make_once(shared_dir / "nvml", fake_nvml.build_library)
     return Path(shutil.copytree(library, tmp_path / "nvml"))
+
+
+@pytest.fixture(scope="session")
+def moto_port() -> Iterator[int]:
+    """Start an AWS on loopback once; tests use buckets of their own in it."""
+    with aws.moto_server() as port:
+        yield port
 
 
 @pytest.fixture(scope="session")

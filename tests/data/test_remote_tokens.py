@@ -34,15 +34,9 @@ pytestmark = [
 BLOCK = 4096
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with aws.moto_server() as port:
-        yield port
-
-
 @pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
-    proxy = s3.Proxy(server)
+def proxy(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
+    proxy = s3.Proxy(moto_port)
     for name, value in aws.variables(proxy.port).items():
         monkeypatch.setenv(name, value)
     yield proxy

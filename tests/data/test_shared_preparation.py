@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,10 @@ COUNT = 12  # units; the server lists few objects fast
 FAST = {"BEAT_SECONDS": 0.4, "EXPIRY_SECONDS": 4.0, "POLL_SECONDS": 0.2}
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with aws.moto_server() as number:
-        yield number
-
-
 @pytest.fixture
-def cache(port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+def cache(moto_port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """A prefix of a bucket, and short times."""
-    for name, value in aws.variables(port).items():
+    for name, value in aws.variables(moto_port).items():
         monkeypatch.setenv(name, value)
     for name, seconds in FAST.items():
         monkeypatch.setattr(shared_preparation, name, seconds)
@@ -286,9 +280,9 @@ def test_work_of_other_versions_is_refused_and_of_other_settings_reported(
 
 
 def test_store_that_ignores_conditional_puts_is_refused(
-    port: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+    moto_port: int, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy = Proxy(port)
+    proxy = Proxy(moto_port)
     proxy.dropped_headers = {"if-none-match"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
     type(cache.fs).clear_instance_cache()  # type: ignore[attr-defined]
@@ -413,7 +407,11 @@ def chat_section(tmp_path: Path, request: pytest.FixtureRequest) -> DataSection:
     )
 
 
-@pytest.mark.parametrize("chat_section", ["chat", "preferences", "unpaired"], indirect=True)
+@pytest.mark.parametrize(
+    "chat_section",
+    ["chat", pytest.param("preferences", marks=pytest.mark.slow), "unpaired"],
+    indirect=True,
+)
 def test_conversations_by_three_workers_give_the_bytes_of_one(
     chat_section: DataSection, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

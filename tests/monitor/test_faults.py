@@ -59,11 +59,9 @@ def check_end(directory: Path, reference_run: dict[str, torch.Tensor], steps: in
 # Sites before, during and after the rename that publishes a checkpoint.
 KILLED_OFTEN = [
     ("checkpoint.shards", 1),
-    ("checkpoint.written", 0),
     ("checkpoint.rename", 0),
     ("checkpoint.renamed", 0),
     ("checkpoint.deleting", 0),
-    ("checkpoint.saved", 1),
 ]
 VISIBLE = ["checkpoint.renamed", "checkpoint.delete", "checkpoint.deleting", "checkpoint.saved"]
 

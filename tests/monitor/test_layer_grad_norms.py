@@ -13,6 +13,7 @@ from tests.small import Overrides, records, train_rank, values_under
 LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "one": (1, []),
     "shard": (2, []),
+    "replicate": (2, [("parallel.dp_replicate", "2")]),
     "hsdp": (4, [("parallel.dp_replicate", "2")]),
     "tp": (2, [("parallel.tp", "2")]),
     "tp and shard": (4, [("parallel.tp", "2")]),
@@ -20,6 +21,9 @@ LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "cp": (2, [("parallel.cp", "2")]),
     "canonical": (2, [("train.world_size_invariant", "true"), ("train.microbatch_size", "1")]),
 }
+
+# Other layouts have the same axes.
+CONTAINED = ("shard", "hsdp", "tp")
 
 
 def norms(layout: str, store: Path, directory: Path) -> list[dict[str, float]]:
@@ -51,7 +55,7 @@ def one_rank_norms(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("shard", "tp") else [])
+        pytest.param(name, marks=[pytest.mark.slow] if name in CONTAINED else [])
         for name in LAYOUTS
         if name != "one"
     ],

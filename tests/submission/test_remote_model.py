@@ -39,16 +39,10 @@ TEMPLATE = """\
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with aws.moto_server() as port:
-        yield port
-
-
 @pytest.fixture
-def bucket(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bucket(moto_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket of this test, and a cache of this test."""
-    for name, value in aws.variables(server).items():
+    for name, value in aws.variables(moto_port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

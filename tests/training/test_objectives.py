@@ -336,7 +336,8 @@ def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
         pytest.param("dp_shard2", marks=pytest.mark.slow),
         pytest.param("pp2 train.microbatch_size=3", marks=pytest.mark.slow),
         "pp2 pipeline.schedule=DualPipeV train.microbatch_size=1",
-        "cp2 tp2 train.microbatch_size=3",
+        # The other objectives have these axes, one at a time.
+        pytest.param("cp2 tp2 train.microbatch_size=3", marks=pytest.mark.slow),
         pytest.param("cp2 cp_method=allgather cp_load_balance=false", marks=pytest.mark.slow),
         pytest.param("cp2 cp_method=ulysses dp_shard2", marks=pytest.mark.slow),
         pytest.param("cp2 pp2 train.microbatch_size=3", marks=pytest.mark.slow),
@@ -653,7 +654,14 @@ def test_kto_run_resumes_in_another_layout(
             assert ours.get(key, {}) == pytest.approx(theirs.get(key, {}), rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ipo", "orpo", "simpo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ipo", marks=pytest.mark.slow),  # with references, like DPO above
+        "orpo",
+        pytest.param("simpo", marks=pytest.mark.slow),
+    ],
+)
 def test_objective_run_learns_preferences_and_resumes_bitwise(
     name: str, texts: dict[str, str], tmp_path: Path
 ) -> None:
