@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -108,12 +109,23 @@ def test_mlflow_without_a_server_writes_into_the_run_directory(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a database of MLflow with one run.  To create its tables takes seconds."""
+    pytest.importorskip("mlflow", reason="the tracker's client is not installed")
+    directory = tmp_path_factory.mktemp("mlflow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        MLflow(directory, flatten(small_job()), 0).close()
+    return directory / "mlflow.db"
+
+
 def test_mlflow_sends_several_records_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first record is sent at once, the next after seconds, the last at the end."""
-    pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(database, tmp_path)
     now = 100.0
     monkeypatch.setattr(tracker_services, "time", SimpleNamespace(monotonic=lambda: now))
     sink = MLflow(tmp_path, flatten(small_job()), 0)
@@ -131,11 +143,11 @@ def test_mlflow_sends_several_records_at_once(
 
 
 def test_mlflow_unreachable_server_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is raised at the next send, or at close."""
-    pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(database, tmp_path)
     sink = MLflow(tmp_path, flatten(small_job()), 0)
     (tmp_path / "mlflow.db").write_bytes(b"no database")
     for last in (lambda: sink.write(record(1)), sink.close):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 
@@ -17,7 +17,12 @@ from weft.training.machine import explain_unused_gpus, find_accelerator
 CLONE = Path(__file__).parents[2]
 OLD_DRIVER = "driver 535.104.05\ncuda 12020\n"
 
-pytestmark = pytest.mark.skipif(find_accelerator() is not None, reason="PyTorch has an accelerator")
+Beside = tuple[subprocess.CompletedProcess[str], Path]
+
+pytestmark = [
+    pytest.mark.skipif(find_accelerator() is not None, reason="PyTorch has an accelerator"),
+    pytest.mark.timeout(300),
+]
 
 
 def run_python(nvml_dir: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -30,21 +35,36 @@ def run_python(nvml_dir: Path, *words: str, **variables: str) -> subprocess.Comp
 
 
 EXPLAIN = """\
+import os, runpy, sys
 import torch
 from weft.training.machine import explain_unused_gpus
-for torch.version.cuda in (None, "13.0", "12.6"):
-    print(explain_unused_gpus())
+build = torch.version.cuda
+for os.environ["CUDA_VISIBLE_DEVICES"] in ("0", "", "NoDevFiles"):
+    for torch.version.cuda in (None, "13.0", "12.6"):
+        print(explain_unused_gpus())
+torch.version.cuda = build
+del os.environ["CUDA_VISIBLE_DEVICES"]
+sys.stdout.flush()
+runpy.run_module("benchmarks.gpu_check", run_name="__main__")
 """
-HIDDEN = f"""\
-import os
-for os.environ["CUDA_VISIBLE_DEVICES"] in ("", "NoDevFiles"):
-{indent(EXPLAIN, "    ")}
-"""
+
+
+@pytest.fixture(scope="module")
+def beside_gpus(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Beside:
+    """Run all that follows in one interpreter; return its output and the path of a run."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    directory = tmp_path_factory.mktemp("nvml")
+    fake_nvml.build_library(directory)
+    out = directory / "out"
+    return run_python(directory, "-c", EXPLAIN, "--run.dir", str(out)), out
 
 
 @pytest.mark.system
-def test_explain_unused_gpus_names_the_build_of_torch_or_the_driver(nvml_dir: Path) -> None:
-    no_cuda, too_old, other = run_python(nvml_dir, "-c", EXPLAIN).stdout.splitlines()
+def test_explain_unused_gpus_names_the_build_of_torch_or_the_driver(beside_gpus: Beside) -> None:
+    no_cuda, too_old, other = beside_gpus[0].stdout.splitlines()[:3]
     assert no_cuda.startswith("PyTorch cannot use the 8 GPUs of this machine: torch 2.")
     assert "is a build without CUDA; install a torch with CUDA" in no_cuda
     assert "driver 535.104.05 supports CUDA 12.2, and torch is for 13.0; install a newer" in too_old
@@ -52,23 +72,19 @@ def test_explain_unused_gpus_names_the_build_of_torch_or_the_driver(nvml_dir: Pa
 
 
 @pytest.mark.system
-def test_explain_unused_gpus_says_nothing_of_hidden_or_absent_gpus(nvml_dir: Path) -> None:
-    assert run_python(nvml_dir, "-c", HIDDEN).stdout == "\n" * 6
+def test_explain_unused_gpus_says_nothing_of_hidden_or_absent_gpus(beside_gpus: Beside) -> None:
+    assert beside_gpus[0].stdout.split("\n", 3)[3] == "\n" * 6
     assert explain_unused_gpus() == ""
 
 
 @pytest.mark.system
-def test_gpu_check_of_gpus_that_pytorch_cannot_use_is_refused(
-    nvml_dir: Path, tmp_path: Path
-) -> None:
+def test_gpu_check_of_gpus_that_pytorch_cannot_use_is_refused(beside_gpus: Beside) -> None:
     """It would rehearse its stages on the CPU for hours."""
-    words = ["-m", "benchmarks.gpu_check", "--run.dir", str(tmp_path / "out")]
-    refused = run_python(nvml_dir, *words)
+    refused, out = beside_gpus
     assert refused.returncode == FAILED
-    assert refused.stdout == ""
     assert refused.stderr.startswith("PyTorch cannot use the 8 GPUs of this machine: ")
     assert "--run.device cpu runs the stages on the CPU" in refused.stderr
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 @pytest.mark.slow
