@@ -1,0 +1,706 @@
+"""Score `weft plan` itself on published measurements.
+
+    python benchmarks/plan_trace.py [--json] [--rows FILE] [--match TEXT] [--limit N] [FILE ...]
+
+Each row of the CSV files becomes keys of a weft job and a cluster (`job_of`).  `weft plan`'s trace
+of that job is priced for that cluster.  Where the row was measured in another program, that
+program's properties (`Foreign`) are applied to the traced operators: its attention kernel, how its
+communication overlaps, and the bytes of its optimizer states and logits.  Each is from the
+program's code or papers, and none is fitted.
+
+The output has errors by group (dense models in FSDP2 programs, other dense ones, context
+parallelism, experts, adapters), by source and by device: raw, and with one scalar per source that
+is fitted to the other rows of the source.  ``covered`` is the fraction of rows within the plan's
+own error.  Rows that are not predicted are listed with the reason.
+
+A trace takes some seconds of processor time; ``--rows`` keeps predictions, and a second run makes
+only those that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import re
+import signal
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_accuracy import (
+    LOGIT_BYTES,
+    Layout,
+    Stack,
+    Unexpressed,
+    hardware_of,
+    layout_of,
+    number,
+    percentile,
+    sizes_of,
+    stack_of,
+)
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.estimate.cost import (
+    Attention,
+    Hardware,
+    Matmul,
+    Overlap,
+    Step,
+    Work,
+    WorkList,
+    step_seconds,
+)
+from weft.estimate.forecast import price_traces
+from weft.estimate.trace import trace_ranks
+from weft.estimate.trace_memory import RankMemory
+from weft.estimate.trace_to_cost import build_step
+from weft.models.decoder_costs import unit_costs
+from weft.planning.devices import GIB
+from weft.planning.plan import Machine, Plan
+from weft.planning.resolve import resolve
+
+Row = dict[str, str]
+SHIPPED = [
+    Path(__file__).with_name(name) for name in ("published_runs.csv", "published_runs_moe.csv")
+]
+# Seconds of wall time after which a row is given up.
+MAX_SECONDS = 300
+
+
+# --------------------------------------------------------------------------- other programs
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What another program does with the operators that weft traces.
+
+    Attributes:
+        kernel: attention kernel: "flash1", "flash" (2), "attention" (made for the device), or
+            "unfused", which materializes the scores; empty: as weft.
+        overlaps: how its collectives overlap, by axis of the mesh.
+        state_bytes: bytes per parameter that are sharded like optimizer states; weft has 16.
+        unsharded_bytes: bytes per parameter on every data-parallel rank.
+        logit_bytes: bytes per logit of a microbatch in its loss; weft's has chunks.
+        output_bytes: bytes per logit that the last stage keeps of each microbatch.
+        deduplicates: its dispatcher sends a token once to each node.
+        reports_reserved: its memory is what the allocator reserves, not what is live.
+    """
+
+    kernel: str = ""
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)
+    state_bytes: float = 16.0
+    unsharded_bytes: float = 0.0
+    logit_bytes: float = 0.0
+    output_bytes: float = 0.0
+    deduplicates: bool = False
+    reports_reserved: bool = False
+
+
+DATA_AXES = ("dp_replicate", "dp_shard", "efsdp")
+
+
+def foreign_of(row: Row, layout: Layout, stack: Stack) -> Foreign:
+    """Return the properties of the program that a row was measured in."""
+    overlaps: dict[str, Overlap] = {}
+    if layout.dp_overlap != "prefetch":
+        overlaps |= dict.fromkeys(DATA_AXES, layout.dp_overlap)
+    if layout.tp > 1:
+        overlaps["tp"] = layout.tp_overlap
+    is_fsdp = layout.zero == 3
+    return Foreign(
+        layout.kernel,
+        overlaps,
+        16.0 if is_fsdp else layout.state_bytes,
+        0.0 if is_fsdp else layout.unsharded_bytes,
+        0.0 if layout.chunked_loss else LOGIT_BYTES[layout.fusion],
+        float(layout.output_bytes) if layout.pp > 1 else 0.0,
+        row["dispatch"] in ("hybridep", "deepep"),
+        layout.include_reserved,
+    )
+
+
+class Adapter:
+    """Applies the properties of another program to traced work."""
+
+    def __init__(self, foreign: Foreign, plan: Plan, hardware: Hardware) -> None:
+        self.foreign, self.plan, self.hardware = foreign, plan, hardware
+
+    def step(self, step: Step) -> Step:
+        """Return a step as the other program runs it."""
+        stages = tuple(
+            replace(
+                stage,
+                forward=self.works(stage.forward),
+                backward=self.works(stage.backward),
+                param_gather=self.works(stage.param_gather),
+                grad_reduce=self.works(stage.grad_reduce),
+            )
+            for stage in step.stages
+        )
+        return replace(step, stages=stages, optimizer_work=self.work(step.optimizer_work))
+
+    def works(self, works: WorkList) -> WorkList:
+        return tuple((self.work(work), times) for work, times in works)
+
+    def work(self, work: Work) -> Work:
+        """Return a work with the program's kernels and overlaps."""
+        foreign = self.foreign
+        collectives = []
+        for op in work.collectives:
+            overlap = foreign.overlaps.get(op.axis, op.overlap)
+            if overlap == "async" and op.kind not in ("all_gather", "reduce_scatter"):
+                overlap = op.overlap
+            if op.kind == "all_to_all" and foreign.deduplicates:
+                op = op._replace(bytes=op.bytes * self.fraction_sent())
+            collectives.append(op._replace(overlap=overlap))
+        work = replace(work, collectives=tuple(collectives), chunks=())
+        if foreign.kernel == "unfused":
+            return self._unfused(work)
+        kernel = "attention" if foreign.kernel == "attention" else "flash"
+        slower = 2.0 if foreign.kernel == "flash1" else 1.0  # FlashAttention-2's paper
+        attention = tuple(self._attention(op, kernel, slower) for op in work.attention)
+        return replace(work, attention=attention)
+
+    def _attention(self, op: Attention, kernel: Any, slower: float) -> Attention:
+        if slower > 1:  # FlashAttention 1 suits heads of 64, later ones heads of 128
+            slower *= min(1.0, op.head_dim / 128) ** 0.4
+        return op._replace(kernel=kernel, flops=op.flops * slower)
+
+    def _unfused(self, work: Work) -> Work:
+        """Return a work whose attention scores are in memory, 2 bytes each."""
+        matmuls, traffic, kernels = list(work.matmuls), work.traffic_bytes, work.kernels
+        for op in work.attention:
+            # Forward computes 4 FLOPs per score and element of a head, without a causal mask.
+            per_score = (10 if op.backward else 4) * op.head_dim
+            scores = 2 * op.flops / per_score
+            rows = scores / op.keys
+            products = (
+                Matmul(rows, op.head_dim, op.keys, 2 if op.backward else 1),
+                Matmul(rows, op.keys, op.head_dim, 2 if op.backward else 1),
+            )
+            matmuls += products
+            traffic += (14 if op.backward else 11) * scores
+            kernels += 8 if op.backward else 6
+        return replace(
+            work,
+            matmuls=tuple(matmuls),
+            attention=(),
+            traffic_bytes=traffic,
+            kernels=kernels,
+        )
+
+    def fraction_sent(self) -> float:
+        """Return the fraction of its rows that a rank sends if a node gets a token once.
+
+        The expected number of different nodes of ``k`` balanced experts, over ``k``.
+        """
+        model, plan = self.plan.model, self.plan
+        nodes = max(1, plan.ep // self.hardware.linked_devices)
+        chosen = model.active_experts
+        if nodes == 1:
+            return 1.0
+        if model.expert_groups > 1:  # the router selects groups, which are on few nodes
+            nodes = min(nodes, model.active_groups)
+        return float(nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen)
+
+
+# --------------------------------------------------------------------------- rows to jobs
+
+
+# A word of the published name, and weft's family with its preset; the first match is used.
+EXPERT_MODELS: tuple[tuple[str, str, str], ...] = (
+    (r"gpt-oss-20b", "gpt_oss", "20b"),
+    (r"gpt-oss", "gpt_oss", "120b"),
+    (r"qwen3-30b", "qwen3_moe", "30b-a3b"),
+    (r"qwen3-235b", "qwen3_moe", "235b-a22b"),
+    (r"deepseek-v3(?!-16b)|deepseek-v2|moonlight|kimi|deepseek", "deepseek_v3", "671b"),
+    (r"mixtral-8x7b", "mixtral", "8x7b"),
+    (r"mixtral", "mixtral", "8x22b"),
+    (r"scout", "llama4", "scout"),
+    (r"maverick", "llama4", "maverick"),
+    (r"", "mixtral", "8x7b"),  # softmax routers without other features, such as Grok-1
+)
+REFUSED: tuple[tuple[str, str], ...] = (
+    (r"hybrid|gated delta|mamba", "layers that weft does not have (a hybrid)"),
+    (r"dubious", "marked as dubious"),
+    (r"compressed sparse|deepseek-v4|glm-5", "sparse attention, which weft does not have"),
+    (r"out of memory|\boom\b", "out of memory: no time"),
+    (r"not performance-tuned|support-verification|functional", "not tuned: a functional check"),
+)
+
+
+def model_keys(row: Row, stack: Stack) -> dict[str, Any]:
+    """Return the keys of ``[model]``."""
+    if row["num_experts"]:
+        return expert_keys(row)
+    sizes = sizes_of(row, stack)
+    keys = {
+        "kind": "llama",
+        "preset": "8b",
+        "num_layers": sizes.layers,
+        "dim": sizes.hidden,
+        "num_heads": sizes.heads,
+        "num_kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim or sizes.hidden // sizes.heads,
+        "ffn_dim": sizes.ffn,
+        "vocab_size": sizes.vocab,
+        "tied_embeddings": sizes.tied,
+    }
+    if not sizes.gated:
+        keys |= {"gated": False, "activation": "gelu_tanh"}
+    return keys
+
+
+def expert_keys(row: Row) -> dict[str, Any]:
+    """Return the keys of ``[model]`` of a row with experts."""
+    name = row["model"].lower()
+    kind, preset = next(known[1:] for known in EXPERT_MODELS if re.search(known[0], name))
+    columns = {
+        "num_layers": "layers",
+        "dim": "hidden",
+        "num_heads": "heads",
+        "num_kv_heads": "kv_heads",
+        "vocab_size": "vocab",
+        "num_experts": "num_experts",
+        "active_experts": "top_k",
+        "expert_dim": "expert_ffn",
+        "shared_experts": "shared_experts",
+        "dense_layers": "dense_layers",
+        "ffn_dim": "ffn",
+    }
+    keys: dict[str, Any] = {"kind": kind, "preset": preset}
+    keys |= {key: int(number(row[column])) for key, column in columns.items() if row[column]}
+    if not row["hidden"]:
+        raise Unexpressed(f"sizes of {row['model']!r} are not published")
+    if row["mla"]:
+        q_rank, _, kv_rank = row["mla"].partition("/")
+        keys |= {"q_rank": int(number(q_rank)), "kv_rank": int(number(kv_rank))}
+        if "deepseek-v3" not in name or "16b" in name:
+            keys |= {"expert_groups": 1, "active_groups": 1}
+    elif row["head_dim"]:
+        keys["head_dim"] = int(number(row["head_dim"]))
+    return keys
+
+
+def float8_of(row: Row, machine: Machine) -> str:
+    """Return ``precision.float8`` of a row."""
+    text = f"{row['precision']} {row['source'] if not row['precision'] else ''}".lower()
+    if "fp4" in text:
+        raise Unexpressed("products in four bits, which weft does not have")
+    if "mx" in text:
+        return "mxfp8"
+    if "block" in text:
+        raise Unexpressed("float8 with scales of blocks, which weft does not have on this device")
+    if "rowwise" in text:
+        return "rowwise"
+    return "tensorwise" if re.search(r"fp8|float8", text) else "none"
+
+
+def recompute_keys(row: Row, layout: Layout) -> dict[str, Any]:
+    """Return the keys of ``[activation_checkpoint]``."""
+    text = row["ac"].lower()
+    if "full" in text and "offload" in text:
+        return {"mode": "full", "offload": True}
+    mode = str(layout.activation_checkpoint)
+    if text.startswith("selective:"):
+        # Megatron's modules; weft recomputes operators.  Attention alone: nothing with a flash
+        # kernel.
+        modules = set(text.removeprefix("selective:").split("+"))
+        heavy = modules & {"mlp", "moe", "core_attn"}
+        return {"mode": "selective" if heavy - {"core_attn"} else "none"}
+    if mode == "block":
+        fraction = layout.activation_checkpoint_fraction
+        every = round(1 / fraction) if fraction else 0
+        return {"mode": "full", "every_n_layers": every} if every else {"mode": "none"}
+    return {"mode": {"attention": "none", "auto": "none"}.get(mode, mode)}
+
+
+def job_of(row: Row) -> tuple[list[tuple[str, str]], Hardware, Layout, Stack, str]:
+    """Return a row as keys of a job, with its hardware, layout, program and the program's name.
+
+    Raises:
+        Unexpressed: the row has no equal in weft.
+    """
+    description = f"{row['model']} {row['notes']} {row['precision']}".lower()
+    for pattern, reason in REFUSED:
+        if re.search(pattern, description):
+            raise Unexpressed(reason)
+    if "bug" in description:
+        raise Unexpressed("measured with a bug that the source then removes")
+    system, stack = stack_of(row)
+    hardware = hardware_of(row, stack)
+    layout = published_layout(row, stack)
+    machine = Machine("cuda", 8, capability=hardware.device.capability)
+    sections: dict[str, dict[str, Any]] = {
+        "model": model_keys(row, stack) | {"max_seq_len": max(layout.seq_len, 4096)},
+        "train": {
+            "seq_len": layout.seq_len,
+            "microbatch_size": layout.microbatch_size,
+            "global_batch_size": layout.global_batch_size,
+            "steps": 100,
+        },
+        "parallel": {
+            "dp_replicate": layout.dp_replicate,
+            "dp_shard": layout.dp_shard,
+            "tp": layout.tp,
+            "cp": layout.cp,
+            "pp": layout.pp,
+            # ZeRO-1 and DDP keep the weights whole on every rank.
+            "reshard_after_forward": "always" if layout.zero == 3 else "never",
+            "async_tp": layout.tp > 1 and layout.tp_overlap == "async",
+        },
+        "precision": {"float8": float8_of(row, machine)},
+        "activation_checkpoint": recompute_keys(row, layout),
+        "compile": {"enable": layout.fusion != "eager"},
+    }
+    if layout.pp > 1:
+        sections["pipeline"] = {"schedule": layout.schedule_name}
+        if layout.stages_per_rank > 1:
+            sections["pipeline"]["stages_per_rank"] = layout.stages_per_rank
+    if ep := int(number(row["ep"])):
+        sections["parallel"] |= {"ep": ep, "etp": 1 if row["etp"] in ("", "1") else "auto"}
+        if layout.tp == 1:
+            del sections["parallel"]["etp"]
+    if row["method"].startswith("lora"):
+        rank = re.search(r"r(\d+)", row["method"])
+        sections["lora"] = {"rank": int(rank[1]) if rank else 16}
+    keys = [
+        (f"{name}.{key}", str(value).lower() if isinstance(value, bool) else str(value))
+        for name, values in sections.items()
+        for key, value in values.items()
+    ]
+    return keys, hardware, layout, stack, system
+
+
+def published_layout(row: Row, stack: Stack) -> Layout:
+    """Return the layout of a row; its data-parallel ranks shard states as its program does."""
+    name = re.search(
+        r"fsdp2|automodel|torchtitan|\btrl\b|pith", f"{row['source']} {row['notes']}".lower()
+    )
+    known = dict(row)
+    if name or row["num_experts"]:
+        known["dp_shard"], known["dp_replicate"] = "", ""
+    sizes = sizes_of(defaultdict(str, known | {"ffn": row["ffn"] or row["expert_ffn"]}), stack)
+    layout = layout_of(defaultdict(str, known), sizes, stack)
+    if name and layout.zero != 3:
+        layout = replace(layout, zero=3, dp_shard=layout.dp_size, dp_replicate=1)
+    return layout
+
+
+# --------------------------------------------------------------------------- prediction
+
+
+@dataclass
+class Scored:
+    """A predicted row; memory in GiB, 0 if it was not measured; ``error``: the plan's own."""
+
+    line: str
+    source: str
+    system: str
+    group: str
+    device: str
+    choice: str
+    measured: float
+    predicted: float
+    measured_memory: float
+    memory: float
+    error: float
+    seconds: float
+    breakdown: dict[str, float]
+    calibrated: float = 0.0
+
+
+def group_of(row: Row, layout: Layout, system: str) -> str:
+    """Return the kind of a row, of which errors are reported."""
+    if row["method"].startswith("lora"):
+        return "adapters"
+    if layout.cp > 1:
+        return "context parallel"
+    if row["num_experts"]:
+        return "experts"
+    fsdp2 = ("torchtitan", "fms-fsdp", "maximizing", "stas00")
+    return "dense, FSDP2" if system in fsdp2 else "dense, others"
+
+
+def machine_of(hardware: Hardware, ranks: int) -> Machine:
+    """Return the machine of a row's cluster."""
+    device, local = hardware.device, min(hardware.devices, ranks)
+    return Machine(
+        device=device.type,
+        devices=local,
+        device_name=device.name,
+        world_size=ranks,
+        local_world_size=local,
+        memory_bytes=int(device.memory_gib * GIB),
+        capability=device.capability,
+        peer_access=device.link.peer_access,
+    )
+
+
+def predict(row: Row, line: str) -> Scored:
+    """Plan a row, and compare the plan with what was measured.
+
+    Raises:
+        Unexpressed: the row cannot be planned, or has no measured time.
+    """
+    keys, hardware, layout, stack, system = job_of(row)
+    machine = machine_of(hardware, int(number(row["n_gpus"])))
+    start = time.process_time()
+    try:
+        job, _, errors = read_job(
+            "llama3-8b", [*keys, ("run.cluster", "local"), ("optim.name", "adamw")]
+        )
+        errors.raise_any()
+        plan = resolve(job, machine)
+    except InvalidConfig as error:
+        raise Unexpressed(f"refused: {error.errors[0]}") from error
+    measured = measured_speed(row, plan, hardware)
+    if not measured:
+        raise Unexpressed("no time was published")
+    traces = trace_ranks(plan)
+    device = hardware.device
+    forecast = price_traces(plan, machine, device, traces)
+    foreign = foreign_of(row, layout, stack)
+    step = Adapter(foreign, plan, hardware).step(build_step(plan, traces, device))
+    spent = step_seconds(step, hardware)
+    predicted = plan.tokens_per_step / spent.total() / plan.world_size
+    return Scored(
+        line,
+        row["source"],
+        system,
+        group_of(row, layout, system),
+        device.name,
+        "|".join((row["source"], row["model"], row["n_gpus"], row["gpu"], row["seq_len"])),
+        measured,
+        predicted,
+        number(row["mem_gib"]),
+        foreign_memory(foreign, plan, forecast.memory) / GIB,
+        forecast.error,
+        time.process_time() - start,
+        {name: round(seconds, 4) for name, seconds in spent.items()},
+    )
+
+
+def foreign_memory(foreign: Foreign, plan: Plan, memory: RankMemory) -> float:
+    """Return the bytes of the fullest rank with another program's states and logits."""
+    live = memory.live_bytes
+    held = memory.reserved if foreign.reports_reserved else sum(live.values())
+    if foreign.unsharded_bytes:  # its weights and gradients are whole
+        experts = sum(unit.expert_params for unit in unit_costs(plan.model, 1)) / plan.pp
+        others = plan.num_params / plan.pp - experts
+        split = plan.ep * plan.etp  # ranks with different parts of a layer's experts
+        shards = max(1, plan.dp_cp_size * plan.tp // split)
+        held = live["activations"] + live["temporaries"]
+        for size, ranks in ((others / plan.tp, plan.dp_cp_size), (experts / split, shards)):
+            held += int(size * (foreign.unsharded_bytes + foreign.state_bytes / ranks))
+    kept = foreign.logit_bytes + foreign.output_bytes * plan.num_microbatches
+    tokens = plan.microbatch_size * plan.seq_len / plan.cp
+    return float(held + kept * tokens * plan.model.vocab_size / plan.tp)
+
+
+def measured_speed(row: Row, plan: Plan, hardware: Hardware) -> float:
+    """Return the published tokens/s per device; 0 if neither time nor FLOP/s were published."""
+    if row["tok_s_per_gpu"]:
+        return number(row["tok_s_per_gpu"])
+    elapsed = re.search(r"iteration time ([\d.,]+) ?(ms|s)", row["notes"])
+    if elapsed:
+        seconds = number(elapsed[1]) / (1000 if elapsed[2] == "ms" else 1)
+        return plan.tokens_per_step / seconds / number(row["n_gpus"])
+    flops = number(row["tflops_per_gpu"]) * 1e12
+    if not flops:
+        mfu = number(row["mfu"])
+        flops = mfu * (0.01 if mfu > 1.5 else 1) * hardware.device.bf16
+    if "peak is hfu" in row["notes"].lower():
+        flops *= 0.75  # full recomputation
+    # Megatron's formula of experts halves attention, others do not.
+    is_causal = bool(row["num_experts"]) and "titan" not in row["source"].lower()
+    per_token = plan.causal_flops_per_token if is_causal else plan.flops_per_token
+    return float(flops / per_token)
+
+
+# --------------------------------------------------------------------------- summary
+
+
+def calibrate(rows: Sequence[Scored]) -> None:
+    """Set `Scored.calibrated` with one scalar per source, fitted to its other rows."""
+    rules: list[Callable[[Scored, Scored], bool]] = [
+        lambda a, b: a.source == b.source and a.group == b.group,
+        lambda a, b: a.system == b.system and a.group == b.group,
+        lambda a, b: a.group == b.group,
+        lambda a, b: True,
+    ]
+    for row in rows:
+        for rule in rules:
+            rest = [
+                math.log(other.measured / other.predicted)
+                for other in rows
+                if other is not row and rule(row, other)
+            ]
+            if rest:
+                row.calibrated = row.predicted * math.exp(statistics.median(rest))
+                break
+
+
+def summarize(rows: Sequence[Scored]) -> dict[str, float | int]:
+    """Return the errors of a group."""
+    raw = [abs(row.predicted / row.measured - 1) for row in rows]
+    fine = [abs(row.calibrated / row.measured - 1) for row in rows]
+    memory = [abs(r.memory / r.measured_memory - 1) for r in rows if r.measured_memory]
+    # The time of a plan is within its error.
+    covered = [abs(row.measured / row.predicted - 1) <= row.error for row in rows]
+    return {
+        "rows": len(rows),
+        "median": percentile(raw, 50),
+        "p90": percentile(raw, 90),
+        "bias": percentile([row.predicted / row.measured - 1 for row in rows], 50),
+        "calibrated_median": percentile(fine, 50),
+        "calibrated_p90": percentile(fine, 90),
+        "memory_median": percentile(memory, 50),
+        "memory_rows": len(memory),
+        "covered": sum(covered) / len(covered) if covered else math.nan,
+    }
+
+
+def by(rows: Sequence[Scored], name: str) -> dict[str, dict[str, float | int]]:
+    """Return the errors by the values of a field, the largest group first."""
+    groups: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        groups[getattr(row, name)].append(row)
+    return {key: summarize(groups[key]) for key in sorted(groups, key=lambda k: -len(groups[k]))}
+
+
+def report(rows: Sequence[Scored], skipped: Mapping[str, str]) -> dict[str, Any]:
+    """Return all errors, as ``--json`` prints them."""
+    calibrate(rows)
+    return {
+        "rows": len(rows),
+        "skipped": len(skipped),
+        "all": summarize(rows),
+        "groups": by(rows, "group"),
+        "devices": by(rows, "device"),
+        "sources": by(rows, "source"),
+        "reasons": dict(Counter(re.sub(r"[\d,.]+", "N", why)[:80] for why in skipped.values())),
+    }
+
+
+def format_line(name: str, values: Mapping[str, float | int]) -> str:
+    """Format the errors of a group as a line of a table."""
+    memory = (
+        f"{values['memory_median']:6.1%} ({values['memory_rows']})" if values["memory_rows"] else ""
+    )
+    return (
+        f"{name[:52]:52} {values['rows']:4}  {values['median']:6.1%}  p90 {values['p90']:6.1%}  "
+        f"bias {values['bias']:+6.1%}  calibrated {values['calibrated_median']:6.1%}  "
+        f"p90 {values['calibrated_p90']:6.1%}  covered {values['covered']:4.0%}  memory {memory}"
+    )
+
+
+# --------------------------------------------------------------------------- command
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise Unexpressed after some seconds of wall time."""
+
+    def stop(*_: object) -> None:
+        raise Unexpressed(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def score(row: Row, line: str) -> Scored | str:
+    """Return the prediction of a row, or why there is none."""
+    clean = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key})
+    try:
+        with time_limit(MAX_SECONDS):
+            return predict(clean, line)
+    except Unexpressed as reason:
+        return str(reason)
+    except Exception as error:  # one row must not end the report
+        return f"failed: {type(error).__name__}: {str(error)[:150]}"
+
+
+def row_key(row: Row) -> str:
+    """Return the key of a row among kept predictions."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", type=Path, nargs="*", default=SHIPPED)
+    parser.add_argument("--json", action="store_true", help="only the summary, for machines")
+    parser.add_argument("--rows", type=Path, help="JSONL file that keeps predictions")
+    parser.add_argument("--match", default="", help="only rows whose text contains this")
+    parser.add_argument("--limit", type=int, default=10**9, help="the most rows to predict")
+    options = parser.parse_args()
+    known: dict[str, Any] = {}
+    if options.rows and options.rows.exists():
+        for text in options.rows.read_text().splitlines():
+            known |= json.loads(text)
+    scored: list[Scored] = []
+    skipped: dict[str, str] = {}
+    num_new = 0
+    for path in options.files:
+        with path.open(newline="") as file:
+            for number_, row in enumerate(csv.DictReader(file), 2):
+                if options.match.lower() not in " ".join(map(str, row.values())).lower():
+                    continue
+                line, key = f"{path.name}:{number_}", row_key(row)
+                if key not in known:
+                    if num_new == options.limit:
+                        continue
+                    num_new += 1
+                    outcome = score(row, line)
+                    known[key] = outcome if isinstance(outcome, str) else asdict(outcome)
+                    if options.rows:
+                        with options.rows.open("a") as kept:
+                            kept.write(json.dumps({key: known[key]}) + "\n")
+                    if not options.json:
+                        print(f"{line} {row['model'][:24]}: {describe(known[key])}", flush=True)
+                if isinstance(known[key], str):
+                    skipped[line] = known[key]
+                else:
+                    scored.append(Scored(**known[key]))
+    result = report(scored, skipped)
+    if options.json:
+        print(json.dumps(result))
+        return
+    for title in ("groups", "devices", "sources"):
+        print(f"\n{title}")
+        for name, values in result[title].items():
+            print(format_line(name, values))
+    print(f"\n{format_line('all', result['all'])}")
+    for reason, count in Counter(result["reasons"]).most_common():
+        print(f"skipped {count:4}: {reason}")
+
+
+def describe(result: str | dict[str, Any]) -> str:
+    """Return a prediction in one line."""
+    if isinstance(result, str):
+        return f"skipped: {result}"
+    text = f"{result['measured']:.0f} measured, {result['predicted']:.0f} predicted"
+    text += f" ({result['predicted'] / result['measured'] - 1:+.0%})"
+    if result["measured_memory"]:
+        text += f"; {result['measured_memory']:.0f} GiB, {result['memory']:.0f} predicted"
+    total = sum(result["breakdown"].values())
+    parts = [f"{k} {v / total:.0%}" for k, v in result["breakdown"].items() if v > 0.02 * total]
+    return f"{text}; {' '.join(parts)}; {result['seconds']:.1f} s"
+
+
+if __name__ == "__main__":
+    main()

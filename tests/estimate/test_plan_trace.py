@@ -1,0 +1,192 @@
+"""Published rows as jobs of weft, other programs' properties on traced work, and the errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan_accuracy import Unexpressed, number
+from benchmarks.plan_trace import (
+    SHIPPED,
+    Adapter,
+    Foreign,
+    Scored,
+    calibrate,
+    job_of,
+    machine_of,
+    main,
+    predict,
+    report,
+)
+from weft.config.reader import read_job
+from weft.estimate.cost import Attention, Collective, Hardware, Work
+from weft.planning.devices import get_device
+from weft.planning.plan import Plan
+from weft.planning.resolve import resolve
+
+Row = dict[str, str]
+
+
+def rows() -> list[tuple[str, Row]]:
+    result = []
+    for path in SHIPPED:
+        with path.open(newline="") as file:
+            for line, row in enumerate(csv.DictReader(file), 2):
+                clean = defaultdict(str, {k: (v or "").strip() for k, v in row.items() if k})
+                result.append((f"{path.name}:{line}", clean))
+    return result
+
+
+ROWS = rows()
+
+
+def plan_of(row: Row) -> Plan:
+    keys, hardware, *_ = job_of(row)
+    job, _, errors = read_job("llama3-8b", [*keys, ("run.cluster", "local")])
+    errors.raise_any()
+    return resolve(job, machine_of(hardware, int(number(row["n_gpus"]))))
+
+
+def test_every_row_is_a_job_or_has_a_reason() -> None:
+    reasons: Counter[str] = Counter()
+    num_jobs = 0
+    for line, row in ROWS:
+        try:
+            keys, *_ = job_of(row)
+        except Unexpressed as reason:
+            reasons[str(reason)] += 1
+            continue
+        num_jobs += 1
+        assert len(dict(keys)) == len(keys), line
+    assert num_jobs > 400, reasons
+    assert reasons["layers that weft does not have (a hybrid)"] > 30
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "published_runs.csv:2",  # TorchTitan, 8B, FSDP2
+        "published_runs.csv:14",  # TorchTitan, 405B, interleaved pipeline
+        "published_runs.csv:100",
+        "published_runs_moe.csv:3",  # gpt-oss in MXFP8
+        "published_runs_moe.csv:146",  # DeepSeek-V2 truncated, expert parallelism
+        "published_runs_moe.csv:147",
+    ],
+)
+def test_plan_has_the_columns_of_its_row(line: str) -> None:
+    row = dict(ROWS)[line]
+    plan = plan_of(row)
+    assert plan.world_size == number(row["n_gpus"])
+    for column in ("tp", "pp", "cp", "ep"):
+        if row[column]:
+            assert getattr(plan, column) == number(row[column]), column
+    columns = {"seq_len": plan.seq_len, "layers": plan.model.num_layers}
+    columns |= {"hidden": plan.model.dim, "heads": plan.model.num_heads}
+    columns |= {"micro_batch": plan.microbatch_size, "vocab": plan.model.vocab_size}
+    for column, value in columns.items():
+        if row[column] and not (column == "micro_batch" and plan.pp > 1):
+            assert value == number(row[column]), column
+    if number(row["params_b"]):
+        assert plan.num_params == pytest.approx(number(row["params_b"]) * 1e9, rel=0.03)
+
+
+def adapter(foreign: Foreign, **plan: Any) -> Adapter:
+    fields = {"ep": 64, "model": None} | plan
+    stand_in: Any = type("Plan", (), fields)
+    return Adapter(foreign, stand_in, Hardware(get_device("H100"), 8))
+
+
+def test_deduplicating_dispatcher_sends_a_token_once_to_each_node() -> None:
+    """Eight balanced choices fall on 5.25 of 8 nodes, or with groups on 3.6 of 4."""
+    model = type("Model", (), {"active_experts": 8, "expert_groups": 1, "active_groups": 1})
+    apart = adapter(Foreign(deduplicates=True), model=model)
+    expected = 8 * (1 - (7 / 8) ** 8) / 8
+    assert apart.fraction_sent() == pytest.approx(expected)
+    op = Collective("all_to_all", 1e9, "ep", 64)
+    (sent,) = apart.work(Work(collectives=(op,))).collectives
+    assert sent.bytes == pytest.approx(1e9 * expected)
+    (whole,) = adapter(Foreign(), model=model).work(Work(collectives=(op,))).collectives
+    assert whole.bytes == 1e9
+    groups = type("Model", (), {"active_experts": 8, "expert_groups": 8, "active_groups": 4})
+    grouped = adapter(Foreign(deduplicates=True), model=groups)
+    assert grouped.fraction_sent() == pytest.approx(4 * (1 - (3 / 4) ** 8) / 8)
+    assert adapter(Foreign(deduplicates=True), model=model, ep=8).fraction_sent() == 1
+
+
+def test_other_attention_kernels_do_the_same_products() -> None:
+    # Causal: half of the scores; unfused kernels compute all of them.
+    causal = Attention(4 * 1024 * 1024 * 128 / 2, 1024, 128)
+    work = Work(attention=(causal, replace_backward(causal)))
+    unfused = adapter(Foreign(kernel="unfused")).work(work)
+    assert not unfused.attention
+    assert unfused.traffic_bytes == (11 + 14) * 1024 * 1024
+    assert unfused.flops == pytest.approx((4 + 8) * 1024 * 1024 * 128)
+    first = adapter(Foreign(kernel="flash1")).work(work).attention
+    assert [op.flops for op in first] == [2 * op.flops for op in work.attention]
+    assert {op.kernel for op in first} == {"flash"}
+    assert {op.kernel for op in adapter(Foreign(kernel="attention")).work(work).attention} == {
+        "attention"
+    }
+
+
+def replace_backward(op: Attention) -> Attention:
+    return op._replace(flops=op.flops * 2.5, backward=True)
+
+
+def test_overlaps_are_those_of_the_other_program() -> None:
+    ops = tuple(Collective("all_gather", 1e6, axis, 8) for axis in ("dp_shard", "tp", "ep"))
+    foreign = Foreign(overlaps={"dp_shard": "exposed", "tp": "async"})
+    changed = adapter(foreign).work(Work(collectives=ops)).collectives
+    assert [op.overlap for op in changed] == ["exposed", "async", "exposed"]
+    norm = Collective("all_reduce", 4, "tp", 8)  # nothing hides a scalar
+    (kept,) = adapter(foreign).work(Work(collectives=(norm,))).collectives
+    assert kept.overlap == "exposed"
+
+
+def scored(measured: float, predicted: float, source: str = "a", error: float = 0.25) -> Scored:
+    fields = ("line", "a", "system", "group", "device", "choice")
+    row = Scored(*fields, measured, predicted, 0.0, 0.0, error, 1.0, {})
+    return replace(row, source=source)
+
+
+def test_calibration_leaves_the_row_out() -> None:
+    group = [scored(100, 110), scored(200, 220), scored(50, 100)]
+    calibrate(group)
+    assert group[0].calibrated == pytest.approx(110 * math.sqrt(0.5 * 10 / 11), rel=1e-6)
+    assert group[2].calibrated == pytest.approx(100 * 10 / 11)
+    result = report([*group, scored(100, 50, "b")], {"x:1": "no time", "x:2": "no time"})
+    assert (result["rows"], result["skipped"], result["reasons"]) == (4, 2, {"no time": 2})
+    assert result["sources"]["a"]["median"] == pytest.approx(0.1)
+    assert result["sources"]["a"]["bias"] == pytest.approx(0.1)
+    # Within the plan's error is the time, the inverse of the speed.
+    assert result["sources"]["a"]["covered"] == pytest.approx(2 / 3)
+    assert result["sources"]["b"]["covered"] == 0
+
+
+def test_torchtitan_run_is_predicted_by_the_trace() -> None:
+    row = dict(ROWS)["published_runs.csv:2"]
+    result = predict(row, "line")
+    assert result.group == "dense, FSDP2"
+    assert result.predicted == pytest.approx(result.measured, rel=0.1)
+    assert result.memory == pytest.approx(result.measured_memory, rel=0.1)
+
+
+def test_command_keeps_rows_and_prints_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, kept = tmp_path / "runs.csv", tmp_path / "rows.jsonl"
+    table.write_text("source,model,n_gpus\nsomebody,Nemotron-H HYBRID,8\nsomebody,unheard of,8\n")
+    for _ in range(2):
+        command = ["plan_trace.py", "--json", "--rows", str(kept), str(table)]
+        monkeypatch.setattr("sys.argv", command)
+        main()
+        result = json.loads(capsys.readouterr().out)
+        assert (result["rows"], result["skipped"]) == (0, 2)
+        assert len(kept.read_text().splitlines()) == 2
