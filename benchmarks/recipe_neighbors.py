@@ -6,8 +6,8 @@
 Advice and search know dense models with all parameters trained.  This script knows all models: it
 traces the recipe with one setting changed (compiled blocks, float8, activation checkpointing with
 the size of a microbatch, degrees of each axis, schedules, exchange of tokens), takes the fastest
-neighbor that leaves a tenth of the device free, and looks again from there.  Where formulas support
-the model they drop what is far slower or far too large before a trace.
+neighbor that leaves a tenth of the device free, and looks again from there.  An estimate from
+traced pieces (`weft.estimate.pieces`) drops what is far slower or far too large before a trace.
 
 Float8 and smaller optimizer states change the numbers of a step, and the global batch changes the
 training; a neighbor keeps those of the recipe.  The recipe with the other precision alone is
@@ -40,9 +40,9 @@ from weft.estimate.advice import (
     checkpoint_change,
     mesh_changes,
 )
-from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware, device_spec
 from weft.estimate.forecast import Forecast, forecast
+from weft.estimate.pieces import Pieces
 from weft.planning.devices import GIB, Device
 from weft.planning.model_config import REQUIRED
 from weft.planning.plan import Machine, Plan
@@ -55,7 +55,7 @@ RESULTS = Path(__file__).with_suffix(".json")
 FREE = 0.1
 # A round that gains less is the last.
 MIN_GAIN = 0.02
-# By formulas: slower or larger neighbors are not traced.
+# By the estimate: slower or larger neighbors are not traced.
 MAX_SLOWDOWN, MAX_MEMORY = 0.95, 1.15
 MAX_MICROBATCH = 16
 
@@ -153,6 +153,7 @@ class Neighborhood:
         if device is None:
             raise SystemExit(f"the speed of the device of {recipe} is unknown")
         self.device: Device = device
+        self.pieces = Pieces(device, cached=True)
         self.plans: dict[str, dict[str, float]] = {}
 
     def predict(self, change: Change) -> Forecast | None:
@@ -168,18 +169,17 @@ class Neighborhood:
         return prediction
 
     def is_near(self, plan: Plan) -> bool:
-        """Return False if formulas are certain that a plan is too slow or too large."""
-        if not (supports_formulas(plan) and supports_formulas(self.plan)):
-            return True
+        """Return False if an estimate is certain that a plan is too slow or too large."""
         seconds, memory = self.estimate(plan)
         capacity = self.machine.memory_bytes or math.inf
         own = self.estimate(self.plan)[0]
         return own / seconds > MAX_SLOWDOWN and memory < MAX_MEMORY * capacity
 
     def estimate(self, plan: Plan) -> tuple[float, float]:
-        formulas = DecoderFormulas(plan, self.device)
-        seconds = formulas.step_seconds(build_hardware(plan, self.device)).total()
-        return seconds, sum(formulas.estimate_memory().values())
+        """Return seconds and bytes by traced pieces."""
+        estimate = self.pieces.estimate(plan)
+        hardware = build_hardware(plan, self.device)
+        return estimate.step_seconds(hardware).total(), estimate.memory_bytes()
 
     def climb(self, rounds: int) -> tuple[Change, Forecast]:
         """Return the best change that was found, and its forecast."""

@@ -3,14 +3,15 @@
 `weft.estimate.analytic` estimates the relative effect of a change, of one key or of several that
 belong together, and the traced numbers are scaled by it.  The error is usually below 10 %.  That is
 too much for a plan that does not fit: every suggestion is then traced, and those that do not fit
-are dropped.  For models without formulas (adapters, experts), a few usual changes are traced.
+are dropped.  Models without formulas (adapters, experts) are estimated by `weft.estimate.pieces`,
+which takes seconds, if they do not fit.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
+from weft.estimate.pieces import Pieces, supports_pieces
 from weft.planning.devices import Device, linked_devices
 from weft.planning.matrices import supports_float8
 from weft.planning.optim_rules import WEFT_OPTIMIZERS
@@ -68,25 +70,21 @@ def advise(
     # Keep the number of ranks, so that a change is not credited with additional ranks.
     local = plan.local_world_size
     machine = replace(machine, world_size=plan.world_size, local_world_size=local)
-    baseline = _estimate(plan, device, plan.is_compiled)
-    if baseline is None:
-        is_full = prediction.fits is False
-        return _traced_advice(plan, machine, device, prediction, cached) if is_full else []
+    estimate = _find_estimator(plan, device, prediction, cached)
+    if estimate is None:
+        return []
+    baseline = estimate(plan)
 
     def evaluate(changes: Iterator[Change]) -> list[Advice]:
         results = []
         for change in changes:
             try:
-                new_job = apply_change(job, change)
-                estimate = _estimate(resolve(new_job, machine), device, plan.is_compiled)
+                seconds, size = estimate(resolve(apply_change(job, change), machine))
             except (InvalidConfig, ValueError):
                 continue
-            if estimate is None:
-                continue
-            scale = estimate[1] / baseline[1]
-            needed = (prediction.needed_bytes - prediction.outside_bytes) * scale
+            needed = (prediction.needed_bytes - prediction.outside_bytes) * size / baseline[1]
             needed += prediction.outside_bytes
-            results.append(Advice(change, baseline[0] / estimate[0] - 1, needed))
+            results.append(Advice(change, baseline[0] / seconds - 1, needed))
         # Among equally fast changes, fewer keys come first, then the earlier candidate.
         return sorted(results, key=lambda a: (-round(a.speedup, 3), len(a.change)))
 
@@ -134,7 +132,9 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     elif plan.dp_shard > 1 and job.parallel.cp == 1:
         keeps_unsharded = plan.reshard_after_forward is False
         yield {"parallel.reshard_after_forward": "always" if keeps_unsharded else "never"}
-    if plan.optimizer in WEFT_OPTIMIZERS:
+    if plan.lora_rank and plan.lora.quantize == "none":
+        yield {"lora.quantize": "nf4"}
+    if plan.optimizer in WEFT_OPTIMIZERS and not plan.lora_rank:
         smaller_dtypes = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
         for dtype in smaller_dtypes.get(plan.state_dtype, ()):
             yield {"optim.state_dtype": dtype}
@@ -187,34 +187,6 @@ def apply_change(job: Job, change: Change) -> Job:
     return replace_sections(job, **sections)
 
 
-def _traced_advice(
-    plan: Plan, machine: Machine, device: Device, prediction: Forecast, cached: bool
-) -> list[Advice]:
-    """Trace smaller microbatches and recomputation; both together if none fits."""
-    job = plan.job
-
-    def evaluate(changes: list[Change]) -> list[Advice]:
-        results = []
-        for change in changes:
-            try:
-                new_job = apply_change(job, change)
-                new_prediction = forecast(resolve(new_job, machine), machine, device, cached)
-            except InvalidConfig:
-                continue
-            if new_prediction.fits:
-                results.append(_with_trace(Advice(change, 0.0, 0.0), prediction, new_prediction))
-        return sorted(results, key=lambda advice: -advice.speedup)
-
-    sizes = sorted({plan.microbatch_size // 2, 1} - {0, plan.microbatch_size}, reverse=True)
-    smaller: list[Change] = [
-        {"train.microbatch_size": size} for size in sizes if plan.local_batch_size % size == 0
-    ]
-    recomputes = job.activation_checkpoint.recomputes_all_blocks
-    recompute = [] if recomputes else [checkpoint_change(job, "full")]
-    pairs = [first | second for first in smaller[-1:] for second in recompute]
-    return evaluate(smaller + recompute) or evaluate(pairs)
-
-
 def _with_trace(advice: Advice, prediction: Forecast, new_prediction: Forecast) -> Advice:
     updated = replace(advice, memory_bytes=new_prediction.needed_bytes, is_traced=True)
     if prediction.step_seconds is None or new_prediction.step_seconds is None:
@@ -256,14 +228,33 @@ def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
     return distinct
 
 
-def _estimate(plan: Plan, device: Device, compiled: bool) -> tuple[float, float] | None:
-    """Return seconds and bytes by formulas.
+# Seconds and bytes of a plan.
+Estimator = Callable[[Plan], tuple[float, float]]
 
-    ``compiled``: count the bytes of compiled code, or of eager code.  A trace counts the same bytes
-    for both, so a change that compiles must not change them.
-    """
-    if not supports_formulas(plan):
+
+def _find_estimator(
+    plan: Plan, device: Device, prediction: Forecast, cached: bool
+) -> Estimator | None:
+    """Return formulas, or pieces if the plan does not fit; None if neither applies."""
+    compiled, hardware = plan.is_compiled, build_hardware(plan, device)
+
+    def by_formulas(plan: Plan) -> tuple[float, float]:
+        if not supports_formulas(plan):
+            raise ValueError("a change to what formulas do not describe")
+        seconds = DecoderFormulas(plan, device).step_seconds(hardware).total()
+        # A trace counts the same bytes for compiled and eager code, so compiling must not change
+        # them.
+        same = replace(plan, job=replace_sections(plan.job, compile={"enable": compiled}))
+        return seconds, sum(DecoderFormulas(same, device).estimate_memory().values())
+
+    if supports_formulas(plan):
+        return by_formulas
+    if prediction.fits is not False or not supports_pieces(plan):
         return None
-    seconds = DecoderFormulas(plan, device).step_seconds(build_hardware(plan, device)).total()
-    same = replace(plan, job=replace_sections(plan.job, compile={"enable": compiled}))
-    return seconds, sum(DecoderFormulas(same, device).estimate_memory().values())
+    pieces = Pieces(device, cached)
+
+    def by_pieces(plan: Plan) -> tuple[float, float]:
+        estimate = pieces.estimate(plan)
+        return estimate.step_seconds(hardware).total(), estimate.memory_bytes()
+
+    return by_pieces

@@ -551,14 +551,13 @@ def peak_activations(
         saved: bytes of a microbatch by stage, from its forward to its backward.
         unreduced: gradients of a stage, from its first backward to its last.
     """
-    freeing_kind = "W" if any(action.kind == "W" for action in order) else "B"
-    total = Counter(stage for stage, kind, _ in order if kind == freeing_kind)
+    total = Counter(stage for stage, kind, _ in order if kind in ("B", "W"))
     remaining = total.copy()
     peak, current = (0.0, 0.0), (0.0, 0.0)
     for stage, kind, _ in order:
         if kind == "F":
             current = (current[0] + saved[stage], current[1])
-        elif kind == freeing_kind:
+        elif kind in ("B", "W"):  # an entire backward pass, or its second half
             gradients = (remaining[stage] == total[stage]) - (remaining[stage] == 1)
             remaining[stage] -= 1
             current = (current[0] - saved[stage], current[1] + gradients * unreduced[stage])

@@ -73,7 +73,7 @@ class Matmul(NamedTuple):
     m: float
     k: float
     n: float
-    times: int = 1
+    times: float = 1
     precision: Precision = "bf16"
     groups: int = 1
 

@@ -78,7 +78,7 @@ class TracePricer:
             **dict.fromkeys(FSDP_AXES, "prefetch"),
             "cp": "ring" if plan.parallel.cp_method == "ring" else "exposed",
             "ep": "pair" if plan.overlaps_dispatch else "exposed",
-        }  # experts (ep) wait for tokens, and the next operators for experts: see `_work`
+        }  # experts (ep) wait for tokens, and the next operators for experts: see `work`
         parallel = plan.parallel
         self.in_float32 = plan.float8_emulated or plan.compute_dtype == "float32"
         self.num_chunks = parallel.ep_chunks if plan.ep > 1 else 1
@@ -148,11 +148,11 @@ class TracePricer:
     def price_segment(self, segment: Segment) -> WorkList:
         """Return the works of a segment."""
         return tuple(
-            (replace(self._work(calls, in_block), chunks=self._chunks(calls)), times)
+            (replace(self.work(calls, in_block), chunks=self.chunks(calls)), times)
             for calls, times, in_block in self.trace.extrapolation.segment_calls(segment)
         )
 
-    def _chunks(self, calls: Sequence[OpCall]) -> tuple[Work, ...]:
+    def chunks(self, calls: Sequence[OpCall]) -> tuple[Work, ...]:
         """Return the work of calls in parts that end with an exchange; () without any."""
         ends = [
             index + 1
@@ -160,9 +160,9 @@ class TracePricer:
             if call.group and (op := self._collective(call)) is not None and op.overlap == "pair"
         ]
         bounds = [0, *ends, len(calls)] if ends else []
-        return tuple(self._work(calls[a:b]) for a, b in itertools.pairwise(bounds))
+        return tuple(self.work(calls[a:b]) for a, b in itertools.pairwise(bounds))
 
-    def _work(self, calls: Iterable[OpCall], in_block: bool = True) -> Work:
+    def work(self, calls: Iterable[OpCall], in_block: bool = True) -> Work:
         """Return the work of calls; FSDP overlaps its collectives with those of a block."""
         matmuls, attention, collectives = [], [], []
         traffic = kernels = 0.0
@@ -236,7 +236,7 @@ class TracePricer:
             for all_calls, times, _ in self.trace.extrapolation.segment_calls((0, kind, 0)):
                 calls = [call for call in all_calls if call.name not in STATE_INIT_OPS]
                 traffic = self._list_traffic(calls) / times
-                work = replace(self._work(calls), traffic_bytes=traffic)
+                work = replace(self.work(calls), traffic_bytes=traffic)
                 total = sum(repeat(work, times), total)
         return total
 
