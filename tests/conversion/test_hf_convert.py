@@ -483,21 +483,21 @@ def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path
         directory = directory if layout else tmp_path / "one"
         import_model(source, directory, ignore_progress)
         ranks, overrides = parse(layout)
-        steps = [("train.steps", "2"), ("monitor.log_interval", "1"), ("run.dir", str(directory))]
+        steps = [("train.steps", "3"), ("monitor.log_interval", "1"), ("run.dir", str(directory))]
         run_ranks(train_rank, ranks, MODEL + overrides + steps, str(store_path), timeout=180)
         results[layout] = losses(directory)
         state = newest_state(directory)
-        assert state["optim.norm.weight.step"] == 2  # the optimizer starts from step 0 and is saved
+        assert state["optim.norm.weight.step"] == 3  # the optimizer starts from step 0 and is saved
         assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [
             "step-00000000",
-            "step-00000002",
+            "step-00000003",
         ]
     # The run resumes from the new checkpoint.
-    extra = [("train.steps", "3"), ("run.dir", str(directory))]
+    extra = [("train.steps", "4"), ("run.dir", str(directory))]
     run_ranks(train_rank, 1, MODEL + extra, str(store_path))
-    assert newest_state(directory)["optim.norm.weight.step"] == 3
+    assert newest_state(directory)["optim.norm.weight.step"] == 4
     assert results[""][0] == pytest.approx(expected, rel=1e-5)
-    assert results[""][1] < results[""][0] - 0.01
+    assert results[""][2] < results[""][0] - 0.1
     for layout, values in results.items():
         assert values == pytest.approx(results[""], rel=2e-5), layout
 

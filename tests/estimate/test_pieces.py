@@ -104,8 +104,8 @@ def test_layouts_share_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pieces.estimate(plan_of("llama3-8b-8gpu", text)[0]).step()
     assert len(set(sizes)) == 1
-    pieces._key(plan_of("llama3-8b-8gpu", "parallel.tp=2")[0])
-    assert pieces._key(plan) != pieces._key(plan_of("llama3-8b-8gpu", "parallel.tp=2")[0])
+    for text in ("parallel.tp=2", "train.seq_len=1024", "model.dim=512", "compile.enable=false"):
+        assert pieces._key(plan) != pieces._key(plan_of("llama3-8b-8gpu", text)[0]), text
 
 
 @pytest.mark.parametrize(

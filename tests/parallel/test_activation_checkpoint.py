@@ -296,9 +296,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def saved_megabytes(**section: Any) -> float:
-    """Return the MB that four blocks save for backward."""
+    """Return the MB that six blocks save for backward."""
     torch.manual_seed(0)
-    model = Decoder(PRESETS["toy"].model_copy(update={"num_layers": 4, "vocab_size": 256}))
+    model = Decoder(PRESETS["toy"].model_copy(update={"num_layers": 6, "vocab_size": 256}))
     blocks = list(model.layers.values())
     apply_activation_checkpoint(blocks, ActivationCheckpointSection(**section), compiled=False)
     tokens_BT = torch.randint(0, 256, (2, 128))
@@ -316,7 +316,7 @@ def test_activation_checkpoint_saves_less_memory() -> None:
     selective = saved_megabytes(mode="selective")
     matmuls = saved_megabytes(mode="selective", recompute_every_n_matmuls=0)
     half = saved_megabytes(mode="full", every_n_layers=2)
-    assert full < 0.11 * none
+    assert full < 0.1 * none
     assert full < selective < matmuls < none
     assert full < half < none
     shares = (0.0, 0.3, 0.6, 1.0)

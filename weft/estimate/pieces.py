@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from weft.config.axes import FSDP_AXES
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import peak_activations, split_layers
+from weft.estimate.analytic import RESERVED_RATIO, peak_activations, split_layers
 from weft.estimate.cost import (
     Collective,
     Hardware,
@@ -68,9 +68,6 @@ from weft.training.loss import chunk_tokens
 
 Unit = str | int  # embedding, head, or a layer by its index
 EMBEDDING, HEAD = "embedding", "head"
-# Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
-# traced steps measured 1.12 to 1.24.
-RESERVED_RATIO = 1.20
 # Copies of a pattern of blocks that are recorded, of which the middle one counts.  Activations that
 # are offloaded stay on the device during the next blocks.
 COPIES, OFFLOAD_COPIES = 3, 5
@@ -377,7 +374,8 @@ class Pieces:
     def _key(self, plan: Plan) -> object:
         small = piece_plan(plan, 1)
         sections = (small.parallel, small.activation_checkpoint, small.compile, small.precision)
-        return (*sections, small.lora, small.job.optim, small.dp_shard, plan.overlaps_dispatch)
+        others = small.lora, small.job.optim, small.dp_shard, plan.overlaps_dispatch
+        return (*sections, *others, small.model, plan.seq_len, plan.objective)
 
 
 class PieceEstimate:
