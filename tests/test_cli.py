@@ -378,6 +378,22 @@ def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("300K", 300_000), ("1.5e6", 1_500_000), ("0.5m", 500_000), ("2048", 2048), ("1", 1)],
+)
+def test_plan_tokens_decide_the_steps(
+    capsys: pytest.CaptureFixture[str], text: str, tokens: int
+) -> None:
+    words = ["--tokens", text, "--mtbf", "30m", "--json"]
+    assert main(["plan", "demo", "--cluster", "2xH100", *words]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    steps = -(-tokens // plan["tokens_per_step"])
+    assert plan["num_steps"] == plan["whole_run"]["steps"] == steps
+    assert plan["run_seconds"] == pytest.approx(steps * plan["step_seconds"])
+    assert plan["whole_run"]["mtbf_seconds"] == 1800
+
+
 def test_plan_of_this_machine_has_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["--run.device", "cpu", "--run.nproc_per_node", "2"]
     assert main(["plan", "demo", *overrides]) == 0
@@ -406,6 +422,16 @@ def test_plan_mistakes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     for option in ("--search", "--rank-map"):
         (line,) = rejected(capsys, "plan", "demo", option, "--report", "x.html")
         assert line.startswith("--report")
+    words = ["--tokens", "15Q", "--mtbf", "3", "--price", "-1", "--train.steps", "3"]
+    lines = rejected(capsys, "plan", "demo", *words)
+    assert lines == [
+        '--price="-1" is not a number above 0. Write the price of a device-hour, such as 2.5.',
+        '--tokens="15Q" gives another length than --train.steps. Use one of the two.',
+        '--tokens="15Q" is not a number of tokens. Write it as 15T, 300B or 1.5e12.',
+        '--mtbf="3" is not a time with its unit. Write it as 30m, 3h or 2d.',
+    ]
+    lines = rejected(capsys, "plan", "demo", "--search", "--tokens", "1B", "--mtbf", "3h")
+    assert [line.partition("=")[0] for line in lines] == ["--tokens", "--mtbf"]
     files = ["--report", "/no/such/x.html", "--write", str(tmp_path)]
     lines = rejected(capsys, "plan", "demo", "--optim.lr", "x", "--search", *files)
     assert [line.partition("=")[0] for line in lines] == [

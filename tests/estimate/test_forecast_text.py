@@ -77,17 +77,47 @@ def test_screen_whole_run_has_hours_and_cost(eight: Eight) -> None:
     assert prediction.step_seconds is not None
     hours = prediction.step_seconds * plan.num_steps * 8 / 3600
     lines = render_plan(plan, machine, "demo", prediction, (), price=1000.0).splitlines()
+    seconds, ratio = prediction.step_seconds * 220, 1 + prediction.error
     assert lines[4] == (
-        f"  whole run  220 steps, 450.6 K tokens: {prediction.step_seconds * 220:.0f} seconds, "
-        f"{hours:,.1f} GPU-hours, cost {hours * 1000:.2f} at 1000 per hour"
+        f"  whole run  220 steps, 450.6 K tokens: {seconds:.0f} seconds "
+        f"({seconds / ratio:.0f} to {seconds * ratio:.0f}), {hours:,.1f} GPU-hours, "
+        f"cost {hours * 1000:.2f} ({hours * 1000 / ratio:.2f} to {hours * 1000 * ratio:.2f}) "
+        "at 1000 per hour"
     )
     assert prediction.to_dict()["device_hours"] == pytest.approx(hours)
     unknown = replace(prediction, plan=replace(plan, num_steps=0))  # epochs of unread data
     text = render_plan(unknown.plan, machine, "demo", unknown, (), price=3.0)
     assert "whole run" not in text
+    untimed = replace(prediction, time_breakdown=None)
+    text = render_plan(plan, machine, "demo", untimed, (), mtbf=3600.0)
+    assert "  whole run  220 steps, 450.6 K tokens; how long they take is unknown\n" in text
+    assert "whole run" not in render_plan(plan, machine, "demo", untimed, ())
     assert unknown.to_dict()["device_hours"] is None
     data = json.loads(forecast_to_json(plan, prediction, price=3.0))
     assert data["cost"] == pytest.approx(3 * hours)
+
+
+def test_screen_failures_have_goodput_interval_and_spares(eight: Eight) -> None:
+    _job, plan, machine, prediction, _ = eight
+    plan = replace(plan, num_steps=10**9)  # a year and more
+    prediction = replace(prediction, plan=plan)
+    text = render_plan(plan, machine, "demo", prediction, (), price=2.0, mtbf=86400.0)
+    run = json.loads(forecast_to_json(plan, prediction, 2.0, 86400.0))["whole_run"]
+    goodput, lost = run["goodput"], run["lost"]
+    assert sum(lost.values()) + goodput["expected"] == pytest.approx(1)
+    assert goodput["low"] < goodput["expected"] < goodput["high"] < 1
+    assert run["failures"] == pytest.approx(run["seconds"]["expected"] / 86400)
+    alone = 10**9 * (prediction.step_seconds or 0.0)
+    assert run["seconds"]["expected"] == pytest.approx(alone / goodput["expected"])
+    failures = f"one every 24.0 hours, {run['failures']:,.0f} in all: "
+    assert f"{failures}goodput {goodput['expected']:.1%} (" in text
+    assert f": --checkpoint.interval {run['checkpoint_interval']}; every 100 steps, as now" in text
+    assert f"  with them {run['seconds']['expected'] / 86400:,.1f} days (" in text
+    assert f"lost: {lost['saving']:.1%} saving, {lost['repeated']:.1%} repeated steps, " in text
+    assert "  spares     3 nodes beside 1, if" not in text  # never more than the job has
+    assert "  spares     1 node beside 1, if" in text
+    stuck = render_plan(plan, machine, "demo", prediction, (), mtbf=0.1)
+    assert "failures   one every 0 seconds, sooner than a restart: no progress" in stuck
 
 
 @pytest.mark.parametrize(

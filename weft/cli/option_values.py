@@ -9,6 +9,10 @@ from pathlib import Path
 
 from weft.config.errors import ConfigErrors, WeftError
 
+MAX_TOKENS = 10**18
+TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+DURATION_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
 
 def count(text: str) -> int:
     """Parse an integer of at least 0."""
@@ -99,6 +103,35 @@ def parse_integer(name: str, text: str, low: int, high: int, errors: ConfigError
         return int(text)
     errors.add(name, f"must be an integer between {low} and {high}", value=text)
     return low
+
+
+def parse_tokens(text: str, errors: ConfigErrors) -> int:
+    """Parse the number of tokens of a run, such as 15T; if it is none, add an error."""
+    scale = TOKEN_UNITS.get(text[-1:].upper(), 1)
+    value = _parse_number(text if scale == 1 else text[:-1]) * scale
+    if not 1 <= value <= MAX_TOKENS:
+        rule, remedy = "is not a number of tokens", "write it as 15T, 300B or 1.5e12"
+        errors.add("--tokens", rule, remedy, value=text)
+        return 1
+    return round(value)
+
+
+def parse_duration(name: str, text: str, errors: ConfigErrors) -> float:
+    """Parse a time, such as 3h, into seconds; if it is none, add an error."""
+    seconds = _parse_number(text[:-1]) * DURATION_UNITS.get(text[-1:], 0)
+    if not 0 < seconds < float("inf"):
+        rule, remedy = "is not a time with its unit", "write it as 30m, 3h or 2d"
+        errors.add(name, rule, remedy, value=text)
+        return 1.0
+    return seconds
+
+
+def _parse_number(text: str) -> float:
+    """Parse a decimal number; return NaN for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def check_file(option: str, path: Path, errors: ConfigErrors) -> None:

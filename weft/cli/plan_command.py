@@ -6,6 +6,7 @@ describes the time model, and compares predictions with published runs.
 
   weft plan llama3-405b --cluster 64x8xh100
   weft plan llama3-70b --cluster 32x8xh200 --search --write best.toml
+  weft plan llama3-405b --cluster 2048x8xh100 --tokens 15T --price 2.5 --mtbf 3h
 
 Override any key as --section.key value; 'weft train --help' lists the keys.
 """
@@ -15,11 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
-from weft.cli.option_values import check_file, write_file
+from weft.cli.option_values import check_file, parse_duration, parse_tokens, write_file
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import escape_controls, raw_stream
 from weft.config.exit_statuses import FAILED
@@ -50,12 +52,18 @@ def add_plan(commands: Commands) -> None:
     add("--report", metavar="FILE", help="also write charts as an HTML page")
     text = "price of a device hour, for the cost of the run"
     add("--price", metavar="MONEY", help=text)
+    text = "tokens of the whole run, such as 15T, 300B or 1.5e12 (default: those of train.steps)"
+    add("--tokens", metavar="COUNT", help=text)
+    text = (
+        "mean time between failures of the whole job, such as 30m, 3h or 2d: prints goodput, the "
+    )
+    text += "best checkpoint.interval and spare nodes (default: no failures)"
+    add("--mtbf", metavar="TIME", help=text)
     add("--write", metavar="FILE", help="with --search: write the best layout as a recipe")
 
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the predicted memory and step time of a recipe."""
-    from weft.comparison.variants import parse_price
     from weft.conversion.adapter_path import adopt_paths
     from weft.planning.plan_text import format_placement, plan_recipe
     from weft.training.machine import detect_machine
@@ -73,9 +81,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.report and (options.rank_map or options.search):
         rule, remedy = "needs a plan", "remove --rank-map and --search"
         errors.add("--report", rule, remedy, value=options.report)
-    options.price = parse_price(options.price, errors)
-    if options.price is not None and (options.rank_map or options.search):
-        errors.add("--price", "needs a plan", "remove --rank-map and --search")
+    check_run_options(options)
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), errors)
@@ -97,25 +103,50 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def check_run_options(options: argparse.Namespace) -> None:
+    """Parse the options about the whole run; add their errors."""
+    from weft.comparison.variants import parse_price
+
+    errors: ConfigErrors = options.errors
+    has_no_plan = options.rank_map or options.search
+    for name in ("price", "tokens", "mtbf"):
+        if (text := getattr(options, name)) is not None and has_no_plan:
+            errors.add(f"--{name}", "needs a plan", "remove --rank-map and --search", value=text)
+    options.price = parse_price(options.price, errors)
+    if options.tokens is not None:
+        for key in ("train.steps", "train.epochs"):
+            if key in {name for name, _ in options.overrides}:
+                rule, remedy = f"gives another length than --{key}", "use one of the two"
+                errors.add("--tokens", rule, remedy, value=options.tokens)
+        options.tokens = parse_tokens(options.tokens, errors)
+    if options.mtbf is not None:
+        options.mtbf = parse_duration("--mtbf", options.mtbf, errors)
+
+
 def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> None:
     """Print the prediction for a plan, and advice."""
     from weft.estimate.advice import advise
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast, forecast_to_json
     from weft.estimate.forecast_text import render_plan
+    from weft.estimate.whole_run import count_steps
     from weft.planning.plan_text import describe_machine
     from weft.reporting.forecast_charts import forecast_page
 
     device = device_spec(plan, machine)
     prediction = forecast(plan, machine, device, cached=True)
+    if options.tokens is not None:
+        plan = replace(plan, num_steps=count_steps(plan, options.tokens))
+        prediction = replace(prediction, plan=plan)
     if options.report:
         page = forecast_page(prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
-        print(forecast_to_json(plan, prediction, options.price))
+        print(forecast_to_json(plan, prediction, options.price, options.mtbf))
         return
     advice = [] if device is None else advise(plan, machine, device, prediction, cached=True)
-    print(render_plan(plan, machine, options.recipe, prediction, advice, options.price))
+    asked = options.price, options.mtbf
+    print(render_plan(plan, machine, options.recipe, prediction, advice, *asked))
 
 
 def search_layouts(options: argparse.Namespace, plan: Plan, machine: Machine) -> int:
@@ -147,7 +178,8 @@ def calibrate_device(options: argparse.Namespace) -> None:
     words = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
     rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
     errors: ConfigErrors = options.errors
-    for word in filter(None, [*words, options.report, options.write, options.price]):
+    words += [options.report, options.write, options.price, options.tokens, options.mtbf]
+    for word in filter(None, words):
         errors.add(word, rule, remedy)
     errors.raise_any()
     result = calibrate(read_run(Path(options.calibrate)))

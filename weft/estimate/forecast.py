@@ -28,6 +28,7 @@ from weft.estimate.trace_memory import (
     simulate_memory,
 )
 from weft.estimate.trace_to_cost import build_step
+from weft.estimate.whole_run import predict_whole_run
 from weft.planning.devices import GIB, Device
 from weft.planning.plan import Machine, Plan
 
@@ -296,8 +297,20 @@ def communication_by_axis(
     return {axis: AxisCommunication(*total, exposed[axis]) for axis, total in totals.items()}
 
 
-def forecast_to_json(plan: Plan, prediction: Forecast, price: float | None = None) -> str:
-    """Return a plan and its forecast as one JSON object; ``price``: of a device hour."""
+def forecast_to_json(
+    plan: Plan, prediction: Forecast, price: float | None = None, mtbf: float | None = None
+) -> str:
+    """Return a plan and its forecast as one JSON object.
+
+    Args:
+        plan: the plan.
+        prediction: its forecast.
+        price: of a device hour.
+        mtbf: mean seconds between failures of the whole job.
+    """
     hours = prediction.device_hours
     cost = {} if price is None or hours is None else {"cost": hours * price}
-    return json.dumps(json.loads(plan.to_json()) | prediction.to_dict() | cost, indent=2)
+    run = predict_whole_run(prediction.plan, prediction.step_seconds, prediction.error, mtbf)
+    whole_run = {"whole_run": None if run is None else run.to_dict(price)}
+    values = json.loads(plan.to_json()) | prediction.to_dict() | cost | whole_run
+    return json.dumps(values, indent=2)

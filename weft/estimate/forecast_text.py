@@ -11,12 +11,14 @@ from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
+from weft.estimate.whole_run import RESTART_SECONDS, Bounds, Failures, predict_whole_run
 from weft.planning.devices import GIB
 from weft.planning.plan import Machine, Plan
 from weft.planning.plan_text import describe_plan
 
 # Fraction of the capacity left free below which a plan fits only narrowly.
 NARROW_MARGIN = 0.05
+TIME_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
 
 def render_plan(
@@ -26,15 +28,16 @@ def render_plan(
     prediction: Forecast,
     advice: Sequence[Advice],
     price: float | None = None,
+    mtbf: float | None = None,
 ) -> str:
     """Render verdict, plan, memory, step time, communication and advice.
 
-    ``price`` is that of a device hour, for the cost of the run.
+    For ``price`` and ``mtbf`` see `verdict`.
     """
     title, *plan_lines = describe_plan(plan, machine, recipe).splitlines()
     warnings = [line for line in plan_lines if line.startswith("warning:")]
     plan_lines = [line for line in plan_lines if line not in warnings]
-    memory, speed, *duration = verdict(prediction, price)
+    memory, speed, *duration = verdict(prediction, price, mtbf)
     peak = f"rank {prediction.rank:,}, {peak_label(prediction.memory.peak_location)}"
     rows = [memory, ("", peak), speed, *duration]
     lines = [title, *(f"  {name:<10} {text}" for name, text in rows)]
@@ -49,8 +52,16 @@ def render_plan(
     return "\n".join([*lines, *(f"warning: {caveat}" for caveat in prediction.caveats), *warnings])
 
 
-def verdict(prediction: Forecast, price: float | None = None) -> list[list[str]]:
-    """Return memory, speed and the whole run as rows of a name and a text."""
+def verdict(
+    prediction: Forecast, price: float | None = None, mtbf: float | None = None
+) -> list[list[str]]:
+    """Return memory, speed and the whole run as rows of a name and a text.
+
+    Args:
+        prediction: of the plan.
+        price: of a device hour, for the cost of the run.
+        mtbf: mean seconds between failures of the whole job.
+    """
     needed = f"{_format_bytes(prediction.needed_bytes)} on the fullest rank"
     if prediction.capacity_bytes is None:
         text = f"needs {needed}; the device's memory is unknown"
@@ -67,30 +78,90 @@ def verdict(prediction: Forecast, price: float | None = None) -> list[list[str]]
         speed += f"(within {prediction.error:.0%}), {step} per step"
         speed += "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
     rows = [["memory", text], ["speed", speed]]
-    if prediction.run_seconds is not None:
-        rows.append(["whole run", _describe_run(prediction, price)])
+    return rows + run_rows(prediction, price, mtbf)
+
+
+def run_rows(
+    prediction: Forecast, price: float | None = None, mtbf: float | None = None
+) -> list[list[str]]:
+    """Return the whole run as rows of a name and a text; for arguments see `verdict`."""
+    plan = prediction.plan
+    run = predict_whole_run(plan, prediction.step_seconds, prediction.error, mtbf)
+    if not plan.num_steps:
+        return []
+    tokens = format_count(plan.num_steps * plan.tokens_per_step)
+    length = f"{plan.num_steps:,} steps, {tokens} tokens"
+    if run is None:
+        is_asked = price is not None or mtbf is not None
+        return [["whole run", f"{length}; how long they take is unknown"]] if is_asked else []
+
+    def describe(seconds: Bounds) -> str:
+        hours = run.device_hours(seconds)
+        unit = f"{unit_of(plan.device)}-hours"
+        text = f"{describe_times(seconds)}, {_format_amount(hours.expected, 10)} {unit}"
+        if price is None:
+            return text
+        cost = [_format_amount(price * value, 1000, 2) for value in hours]
+        return f"{text}, cost {cost[0]} ({cost[1]} to {cost[2]}) at {price:g} per hour"
+
+    rows = [["whole run", f"{length}: {describe(run.seconds)}"]]
+    if run.failures is None:
+        return rows
+    if not run.failures.goodput.expected:
+        text = f"one every {describe_time(run.failures.mtbf)}, sooner than a restart: no progress"
+        return [*rows, ["failures", text]]
+    return [*rows, *_failure_rows(run.failures, describe(run.failures.seconds), plan)]
+
+
+def _failure_rows(failures: Failures, whole_run: str, plan: Plan) -> list[list[str]]:
+    """Return rows about failures; ``whole_run``: time and cost with them."""
+    goodput, costs = failures.goodput, failures.costs
+    text = f"one every {describe_time(failures.mtbf)}, {failures.count:,.0f} in all: goodput "
+    text += f"{goodput.expected:.1%} ({goodput.low:.1%} to {goodput.high:.1%})"
+    causes = ", ".join(
+        f"{part:.1%} {'repeated steps' if name == 'repeated' else name}"
+        for name, part in failures.lost.items()
+    )
+    restart = f"a restart takes {describe_time(costs.restart)}, "
+    restart += f"{describe_time(RESTART_SECONDS)} of it assumed"
+    rows = [["failures", text], ["", f"with them {whole_run}"], ["", f"lost: {causes}; {restart}"]]
+    step_seconds = failures.seconds.expected * goodput.expected / plan.num_steps
+    if failures.interval < plan.num_steps:
+        text = f"best every {failures.interval:,} steps ("
+        text += f"{describe_time(failures.interval * step_seconds)}): "
+        text += f"--checkpoint.interval {failures.interval}"
+    else:
+        text = "best only at the end: --checkpoint.interval 0"
+    own = failures.own_interval
+    if own is not None and own != failures.interval:
+        where = f"every {own:,} steps" if own < plan.num_steps else "only at the end"
+        text += f"; {where}, as now, goodput {failures.own_goodput:.1%}"
+    rows.append(["saves", text])
+    text = f"a save blocks training for {costs.blocking:.1f} s, and is complete after another "
+    rows.append(["", text + f"{costs.write:.1f} s"])
+    count, nodes = failures.spare_nodes, failures.num_nodes
+    text = f"{count:,} node{'s' * (count != 1)} beside {nodes:,}, if a broken node is back after "
+    rows.append(["spares", text + "a day"])
     return rows
 
 
-def _describe_run(prediction: Forecast, price: float | None) -> str:
-    """Return steps, tokens, time, device hours and cost of the whole run."""
-    plan, seconds = prediction.plan, prediction.run_seconds
-    assert seconds is not None
-    hours = prediction.device_hours
-    assert hours is not None
-    unit = f"{unit_of(plan.device)}-hours"
-    tokens = format_count(plan.num_steps * plan.tokens_per_step)
-    text = f"{plan.num_steps:,} steps, {tokens} tokens: {describe_time(seconds)}, "
-    text += f"{hours:,.{0 if hours >= 10 else 1}f} {unit}"
-    if price is None:
-        return text
-    cost = hours * price
-    return f"{text}, cost {cost:,.{0 if cost >= 1000 else 2}f} at {price:g} per hour"
+def _format_amount(value: float, limit: float, digits: int = 1) -> str:
+    """Format a number, from ``limit`` on without decimals."""
+    return f"{value:,.{0 if value >= limit else digits}f}"
+
+
+def describe_times(seconds: Bounds) -> str:
+    """Format a long time with its range: ``45.1 days (36.1 to 56.4)``."""
+    for unit, size in TIME_UNITS:
+        if seconds.expected >= 2 * size:
+            expected, low, high = (value / size for value in seconds)
+            return f"{expected:,.1f} {unit} ({low:,.1f} to {high:,.1f})"
+    return f"{seconds.expected:.0f} seconds ({seconds.low:.0f} to {seconds.high:.0f})"
 
 
 def describe_time(seconds: float) -> str:
     """Format a long time: ``12.0 minutes``, ``3.4 hours``, ``45.1 days``."""
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+    for unit, size in TIME_UNITS:
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.0f} seconds"
