@@ -70,7 +70,13 @@ def count_evaluated(built: Any, plan: Any) -> float:
         for info in infos
         if (buffer := getattr(info, "buffer", None)) is not None  # None: an input of the model
     ]
-    kept += [t for stage in stages for tensors in stage.fwd_cache.values() for t in tensors[1]]
+    for stage in stages:
+        if hasattr(stage, "fwd_cache"):  # torch before 2.15
+            kept += [t for _, inputs in stage.fwd_cache.values() for t in inputs]
+        else:
+            states = stage._forward_chunk_states.values()
+            kept += [t for state in states for t in (*state.input_values, *state.live_outputs)]
+    kept = [tensor for tensor in kept if tensor is not None]
     return sum(t.nbytes for t in kept if not t.is_meta) / MESSAGE_BYTES
 
 

@@ -399,10 +399,14 @@ def test_pipeline_stage_infra_names_are_as_expected() -> None:
 
 
 def test_pipeline_message_names_are_as_expected() -> None:
-    """What `free_received` and `free_sent` replace until torch 2.15 does the same."""
+    """What `free_received` (before torch 2.15), `free_evaluated` and `free_sent` replace."""
     stage: Any = PipelineStage
     if hasattr(torch_stage._RecvInfo, "take_buffer"):
         assert hasattr(schedules, "_add_wait_send")
+        assert parameters(stage.release_fwd_send_outputs) == ["self", "fwd_chunk_id"]
+        assert "self._forward_chunk_states.pop(bwd_chunk_id)" in inspect.getsource(
+            stage.backward_one_chunk
+        )
         return
     assert parameters(stage._prepare_backward_infra)[:2] == ["self", "num_microbatches"]
     # torch 2.14 has a group for each direction.

@@ -92,6 +92,7 @@ def build_pipeline_schedule(
         private_schedules.skip_self_p2p_init(stage)
         private_schedules.enable_recv_grad(stage)
         private_schedules.free_received(stage)
+        private_schedules.free_evaluated(stage)
         private_schedules.free_loss_graph(stage)
         wrap_backward(stage, plan.splits_backward, plan.gradient_sync == "microbatch")
         # With world_size_invariant, the halves of several microbatches would be added first.

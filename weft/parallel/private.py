@@ -19,7 +19,7 @@ not listed have no public counterpart that we know.
                         torch.compile), the gradients of `weft.parallel.collectives` (#168140)
     from torch 2.14 on  `run_schedule` (lists of microbatches: #188500)
     from torch 2.15 on  `set_max_active_stages` (an argument of schedules: #193972),
-                        `free_received` (#196463), and half of `free_sent` (#194121)
+                        `free_received` (#196463)
     not in torch 2.13   `use_reshard_mesh` (#153302), `create_tcp_store` (#173909)
 """
 

@@ -84,7 +84,7 @@ def free_received(stage: Any) -> None:
 
     A stage of torch before 2.15 (#196463) allocates a buffer for each microbatch of a step, and
     keeps all of them.  Here the buffers are meta tensors, except from the receipt of a message to
-    its use.  In a forward pass without a backward pass, a stage also forgets inputs and outputs.
+    its use.
     """
     from torch.distributed.pipelining import stage as torch_stage
 
@@ -96,9 +96,8 @@ def free_received(stage: Any) -> None:
         "_get_recv_ops",
         "_retrieve_recv_activations",
         "_retrieve_recv_grads",
-        "forward_one_chunk",
     )
-    prepare_forward, prepare_backward, get_ops, activations, grads, forward = (
+    prepare_forward, prepare_backward, get_ops, activations, grads = (
         getattr(stage, name) for name in names
     )
 
@@ -118,24 +117,46 @@ def free_received(stage: Any) -> None:
         _move_buffers(infos[microbatch], torch.device("meta"))
         return tensors
 
-    def run_forward(microbatch: int, *args: Any, **options: Any) -> Any:
-        output = forward(microbatch, *args, **options)
-        if not stage.has_backward:
-            ranks = stage.stage_index_to_group_rank
-            is_sent = ranks.get(stage.stage_index + 1, stage.group_rank) != stage.group_rank
-            outputs, _ = stage.fwd_cache[microbatch]
-            stage.fwd_cache[microbatch] = (outputs if is_sent else (), [])
-        return output
-
     replacements = (
         partial(prepare, prepare_forward),
         partial(prepare, prepare_backward),
         allocate,
         partial(take, activations, stage.args_recv_info),
         partial(take, grads, stage.grad_recv_info),
-        run_forward,
     )
     vars(stage).update(zip(names, replacements, strict=True))
+
+
+def free_evaluated(stage: Any) -> None:
+    """Free the inputs of a stage after a pass that has no backward pass, and outputs not sent.
+
+    A stage keeps them until the next step, as if it had to compute gradients.
+    """
+    forward, is_old = stage.forward_one_chunk, hasattr(stage, "fwd_cache")  # torch before 2.15
+
+    def run(microbatch: int, *args: Any, **options: Any) -> Any:
+        output = forward(microbatch, *args, **options)
+        if not stage.has_backward:
+            ranks = stage.stage_index_to_group_rank
+            is_sent = ranks.get(stage.stage_index + 1, stage.group_rank) != stage.group_rank
+            if is_old:
+                outputs, _ = stage.fwd_cache[microbatch]
+                stage.fwd_cache[microbatch] = (outputs if is_sent else (), [])
+            else:
+                state = stage._forward_chunk_states[microbatch]
+                state.input_values.clear()
+                if not is_sent:
+                    state.live_outputs.clear()
+        return output
+
+    def release(original: Callable[[int], None], microbatch: int) -> None:
+        original(microbatch)
+        if not stage.has_backward:
+            del stage._forward_chunk_states[microbatch]
+
+    stage.forward_one_chunk = run
+    if not is_old:
+        stage.release_fwd_send_outputs = partial(release, stage.release_fwd_send_outputs)
 
 
 def _move_buffers(infos: tuple[Any, ...], device: torch.device) -> None:
@@ -167,8 +188,8 @@ def free_sent(schedule: Any, orders: PipelineSchedule) -> None:
     """Let a schedule free what it sends as soon as the receiver must have it.
 
     A schedule of torch before 2.15 keeps all messages of a step until its end; later ones do so
-    with gradients (#194121).  Here it waits for a message before a pass which needs an answer, so
-    the wait takes no time: see `find_answered`.
+    with gradients (#194121).  Here it waits for a message before or in a pass which needs an
+    answer, so the wait takes no time: see `find_answered`.
 
     Args:
         schedule: a schedule of torch.distributed.pipelining.
@@ -179,10 +200,12 @@ def free_sent(schedule: Any, orders: PipelineSchedule) -> None:
     private: Any = torch_schedules
     if not isinstance(schedule, private._PipelineScheduleRuntime):
         return  # waits itself
+    answered = find_answered(orders, schedule.rank)
     if hasattr(private, "_add_wait_send"):  # torch 2.15
+        actions = schedule.pipeline_order_with_comms
+        actions[schedule.rank] = _move_waits(private, actions[schedule.rank], answered)
         return
     stages = {stage.stage_index: stage for stage in schedule._stages}
-    answered = find_answered(orders, schedule.rank)
     pending: dict[Action, list[Any]] = {}
 
     def send(action: Any, context: Any) -> None:
@@ -221,6 +244,39 @@ def free_sent(schedule: Any, orders: PipelineSchedule) -> None:
     for index, stage in stages.items():
         stage.forward_one_chunk = partial(run_pass, index, "F", stage.forward_one_chunk)
         stage.backward_one_chunk = partial(run_pass, index, "B", stage.backward_one_chunk)
+
+
+def _move_waits(private: Any, order: list[Any], answered: dict[Action, list[Action]]) -> list[Any]:
+    """Return the actions of a rank with each wait for a sent message before its answer is used.
+
+    Args:
+        private: the module of torch's schedules.
+        order: torch's actions, with those that wait.
+        answered: see `find_answered`.
+    """
+    directions: dict[Any, Literal["F", "B"]] = {
+        private.FORWARD: "F",
+        private.FULL_BACKWARD: "B",
+        private.BACKWARD_INPUT: "B",
+        private.WAIT_SEND_F: "F",
+        private.WAIT_SEND_B: "B",
+    }
+    waits: dict[Action, Any] = {}
+    others: list[Any] = []
+    for action in order:
+        if action.computation_type in (private.WAIT_SEND_F, private.WAIT_SEND_B):
+            direction = directions[action.computation_type]
+            waits[Action(action.stage_index, direction, action.microbatch_index)] = action
+        else:
+            others.append(action)
+    moved: list[Any] = []
+    for action in others:
+        for part in action.sub_actions or (action,):
+            if kind := directions.get(part.computation_type):
+                own = Action(part.stage_index, kind, part.microbatch_index)
+                moved += [waits.pop(sent) for sent in answered.get(own, ()) if sent in waits]
+        moved.append(action)
+    return moved + list(waits.values())
 
 
 def find_answered(orders: PipelineSchedule, rank: int) -> dict[Action, list[Action]]:
