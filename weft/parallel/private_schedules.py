@@ -128,9 +128,10 @@ def free_received(stage: Any) -> None:
 
 
 def free_evaluated(stage: Any) -> None:
-    """Free the inputs of a stage after a pass that has no backward pass, and outputs not sent.
+    """Free what a stage keeps of a pass that has no backward pass.
 
-    A stage keeps them until the next step, as if it had to compute gradients.
+    It keeps inputs and outputs until the next step, as if it had to compute gradients.  Outputs
+    that another rank receives are freed when they were sent.
     """
     forward, is_old = stage.forward_one_chunk, hasattr(stage, "fwd_cache")  # torch before 2.15
 
@@ -247,7 +248,7 @@ def free_sent(schedule: Any, orders: PipelineSchedule) -> None:
 
 
 def _move_waits(private: Any, order: list[Any], answered: dict[Action, list[Action]]) -> list[Any]:
-    """Return the actions of a rank with each wait for a sent message before its answer is used.
+    """Return actions with each wait for a message before its answer is used.
 
     Args:
         private: the module of torch's schedules.
