@@ -19,17 +19,18 @@ from benchmarks.plan_trace import (
     Foreign,
     Scored,
     calibrate,
+    foreign_of,
     job_of,
     machine_of,
     main,
+    plan_of,
     predict,
+    recompute_keys,
     report,
 )
-from weft.config.reader import read_job
-from weft.estimate.cost import Attention, Collective, Hardware, Work
+from weft.estimate.cost import Attention, Collective, Hardware, Matmul, StageWork, Work
 from weft.planning.devices import get_device
 from weft.planning.plan import Plan
-from weft.planning.resolve import resolve
 
 Row = dict[str, str]
 
@@ -47,11 +48,9 @@ def rows() -> list[tuple[str, Row]]:
 ROWS = rows()
 
 
-def plan_of(row: Row) -> Plan:
+def plan_of_row(row: Row) -> Plan:
     keys, hardware, *_ = job_of(row)
-    job, _, errors = read_job("llama3-8b", [*keys, ("run.cluster", "local")])
-    errors.raise_any()
-    return resolve(job, machine_of(hardware, int(number(row["n_gpus"]))))
+    return plan_of(keys, machine_of(hardware, int(number(row["n_gpus"]))))
 
 
 def test_every_row_is_a_job_or_has_a_reason() -> None:
@@ -67,6 +66,8 @@ def test_every_row_is_a_job_or_has_a_reason() -> None:
         assert len(dict(keys)) == len(keys), line
     assert num_jobs > 400, reasons
     assert reasons["layers that weft does not have (a hybrid)"] > 30
+    assert reasons["measured with a regression that its release notes name"] == 1
+    assert reasons["not tuned: an early step of an optimization"] == 10
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_every_row_is_a_job_or_has_a_reason() -> None:
 )
 def test_plan_has_the_columns_of_its_row(line: str) -> None:
     row = dict(ROWS)[line]
-    plan = plan_of(row)
+    plan = plan_of_row(row)
     assert plan.world_size == number(row["n_gpus"])
     for column in ("tp", "pp", "cp", "ep"):
         if row[column]:
@@ -148,6 +149,57 @@ def test_overlaps_are_those_of_the_other_program() -> None:
     norm = Collective("all_reduce", 4, "tp", 8)  # nothing hides a scalar
     (kept,) = adapter(foreign).work(Work(collectives=(norm,))).collectives
     assert kept.overlap == "exposed"
+
+
+def test_transformer_engine_casts_inputs_and_gradients_once() -> None:
+    model = type("Model", (), {"vocab_size": 1000, "num_experts": 16})
+    foreign = Foreign(precision="float8", cast_bytes=4.0)
+    engine = adapter(foreign, model=model, tp=1, lora_rank=0)
+    # Tokens 64, 32 to 48 features; and a router and an output head, which it does not convert.
+    kept = (Matmul(64, 32, 16), Matmul(64, 32, 1000))
+    forward = Work((Matmul(64, 32, 48), *kept))
+    backward = Work((Matmul(64, 48, 32), Matmul(48, 64, 32)))
+    stage = StageWork(((forward, 1),), ((backward, 1),))
+    assert engine.fraction_cast(stage) == 0.5
+    assert engine.works(stage.forward, 1.0)[0][0].traffic_bytes == 4 * 64 * 32
+    ((changed, _),) = engine.works(stage.backward, engine.fraction_cast(stage))
+    assert changed.traffic_bytes == 4 * 64 * 48  # the gradient, for both products
+    assert {op.precision for op in changed.matmuls} == {"float8"}
+    products = engine.work(forward).matmuls
+    assert [op.precision for op in products] == ["float8", "bf16", "bf16"]
+    # A block that is computed again casts its input again.
+    backward = Work((Matmul(64, 32, 48), Matmul(64, 48, 32), Matmul(48, 64, 32)))
+    forward = Work((Matmul(64, 32, 48),))
+    ((changed, _),) = engine.works(
+        ((backward, 1),), engine.fraction_cast(StageWork(((forward, 1),), ((backward, 1),)))
+    )
+    assert changed.traffic_bytes == pytest.approx(4 * 64 * (32 + 48))
+
+
+def test_notes_say_what_a_program_overlaps_and_captures() -> None:
+    row = dict(ROWS)["published_runs_moe.csv:11"]
+    *_, layout, stack, _ = job_of(row)
+    foreign = foreign_of(row, layout, stack)
+    assert foreign.overlaps["ep"] == "prefetch"  # "EP a2a overlap 1F1B on"
+    assert (foreign.launches, foreign.precision) == (0.0, "float8")
+    row = row | {"notes": "no EP overlap; CUDA graphs off", "precision": "NVFP4"}
+    foreign = foreign_of(defaultdict(str, row), layout, stack)
+    assert (foreign.launches, foreign.precision) == (1.0, "float4")
+    assert "ep" not in foreign.overlaps
+    launched = adapter(replace(foreign, launches=0.0)).work(Work(kernels=10))
+    assert launched.kernels == 0
+
+
+def test_unpublished_recomputation_is_the_least_that_fits() -> None:
+    row = dict(ROWS)["published_runs.csv:2"]
+    layout = replace(job_of(row)[2], activation_checkpoint="auto")
+    dense = defaultdict(str)
+    modes = [recompute_keys(dense, layout, tried) for tried in range(4)]
+    assert modes[0] == {"mode": "none"}
+    assert modes[-1] == {"mode": "full"}
+    assert [keys.get("every_n_layers") for keys in modes] == [None, 4, 2, None]
+    experts = defaultdict(str, num_experts="8")
+    assert recompute_keys(experts, layout, 3) == {"mode": "none"}
 
 
 def scored(measured: float, predicted: float, source: str = "a", error: float = 0.25) -> Scored:

@@ -237,9 +237,6 @@ def price_traces(
         time_breakdown = step_seconds(step, hardware)
         timeline = pipeline_spans(step, hardware) if step.pipeline_schedule else None
     caveats = find_caveats(plan, device)
-    error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
-    if caveats:
-        error = max(error, CONTEXT_PARALLEL_ERROR if plan.cp > 1 else LOW_CONFIDENCE_ERROR)
     return Forecast(
         plan,
         memory,
@@ -249,10 +246,18 @@ def price_traces(
         outside,
         time_breakdown,
         communication_by_axis(rank_traces[index], time_breakdown),
-        error,
+        find_error(plan, device, caveats),
         caveats,
         timeline,
     )
+
+
+def find_error(plan: Plan, device: Device | None, caveats: Sequence[str]) -> float:
+    """Return the relative error of a predicted time that has these caveats."""
+    error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
+    if caveats:
+        error = max(error, CONTEXT_PARALLEL_ERROR if plan.cp > 1 else LOW_CONFIDENCE_ERROR)
+    return error
 
 
 def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
