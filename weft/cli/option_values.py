@@ -126,6 +126,15 @@ def parse_duration(name: str, text: str, errors: ConfigErrors) -> float:
     return seconds
 
 
+def parse_days(text: str, errors: ConfigErrors) -> float:
+    """Parse the days of a run; if it is no number above 0, add an error."""
+    days = _parse_number(text)
+    if not 0 < days < float("inf"):
+        errors.add("--days", "is not a number of days above 0", "write it as 30", value=text)
+        return 1.0
+    return days
+
+
 def _parse_number(text: str) -> float:
     """Parse a decimal number; return NaN for anything else."""
     try:

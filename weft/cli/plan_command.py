@@ -7,6 +7,7 @@ describes the time model, and compares predictions with published runs.
   weft plan llama3-405b --cluster 64x8xh100
   weft plan llama3-70b --cluster 32x8xh200 --search --write best.toml
   weft plan llama3-405b --cluster 2048x8xh100 --tokens 15T --price 2.5 --mtbf 3h
+  weft plan llama3-8b --cluster 8xh100 --tokens 1T --days 30
 
 Override any key as --section.key value; 'weft train --help' lists the keys.
 """
@@ -16,17 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.command_parser import RECIPE_HELP, Commands, add_command
-from weft.cli.option_values import check_file, parse_duration, parse_tokens, write_file
+from weft.cli.option_values import check_file, parse_days, parse_duration, parse_tokens, write_file
 from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.escaping import escape_controls, raw_stream
 from weft.config.exit_statuses import FAILED
+from weft.config.formatting import format_value
 
 if TYPE_CHECKING:
+    from weft.estimate.machine_size import SizedPlan
     from weft.planning.plan import Machine, Plan
 
 
@@ -48,6 +52,14 @@ def add_plan(commands: Commands) -> None:
     mode.add_argument(
         "--calibrate", metavar="RUN", help="calibrate this device's speed from a finished run"
     )
+    text = (
+        "print the plan of the fewest nodes that end the run in so many days; --cluster gives the "
+    )
+    text += "kind of node"
+    mode.add_argument("--days", metavar="DAYS", help=text)
+    text = "print the plan of the fewest devices on which the recipe fits, also with changes; "
+    text += "--cluster gives the device"
+    mode.add_argument("--smallest", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object instead")
     add("--report", metavar="FILE", help="also write charts as an HTML page")
     text = "price of a device hour, for the cost of the run"
@@ -85,6 +97,9 @@ def run_plan(options: argparse.Namespace) -> int:
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), errors)
+    if options.days is not None or options.smallest:
+        show_size(options)
+        return 0
     plan, machine = plan_recipe(
         options.recipe,
         options.overrides,
@@ -113,6 +128,8 @@ def check_run_options(options: argparse.Namespace) -> None:
         if (text := getattr(options, name)) is not None and has_no_plan:
             errors.add(f"--{name}", "needs a plan", "remove --rank-map and --search", value=text)
     options.price = parse_price(options.price, errors)
+    if options.days is not None:
+        options.days = parse_days(options.days, errors)
     if options.tokens is not None:
         for key in ("train.steps", "train.epochs"):
             if key in {name for name, _ in options.overrides}:
@@ -123,7 +140,48 @@ def check_run_options(options: argparse.Namespace) -> None:
         options.mtbf = parse_duration("--mtbf", options.mtbf, errors)
 
 
-def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> None:
+def show_size(options: argparse.Namespace) -> None:
+    """Print the plan of the fewest nodes that end a run in time, or on which it fits."""
+    from weft.conversion.adapter_path import adopt_paths
+    from weft.estimate.machine_size import fewest_nodes, smallest_machine
+    from weft.planning.devices import Cluster, parse_cluster
+    from weft.planning.plan_text import plan_recipe
+    from weft.training.machine import detect_machine
+
+    option = "--smallest" if options.smallest else "--days"
+    plan, _ = plan_recipe(
+        options.recipe,
+        options.overrides,
+        options.errors,
+        options.cluster,
+        detect_machine,
+        any_layout=True,
+        adopt=adopt_paths,
+    )
+    text = options.cluster or plan.job.run.cluster
+    if text == "local":
+        rule, remedy = "needs a cluster", "add --cluster, such as 8xH100"
+        raise InvalidConfig([ConfigError(option, MISSING, rule, remedy)])
+
+    def plan_on(cluster: Cluster, change: Mapping[str, object]) -> tuple[Plan, Machine]:
+        changes = [(key, format_value(value)) for key, value in change.items()]
+        overrides = [*options.overrides, *changes]
+        return plan_recipe(
+            options.recipe, overrides, (), str(cluster), detect_machine, True, adopt_paths
+        )
+
+    cluster = parse_cluster(text)
+    if options.smallest:
+        sized = smallest_machine(cluster, plan_on)
+    else:
+        days = 86400 * options.days
+        sized = fewest_nodes(cluster, plan_on, days, options.tokens, options.mtbf)
+    show_forecast(options, sized.plan, sized.machine, sized)
+
+
+def show_forecast(
+    options: argparse.Namespace, plan: Plan, machine: Machine, sized: SizedPlan | None = None
+) -> None:
     """Print the prediction for a plan, and advice."""
     from weft.estimate.advice import advise
     from weft.estimate.cost import device_spec
@@ -134,7 +192,8 @@ def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> 
     from weft.reporting.forecast_charts import forecast_page
 
     device = device_spec(plan, machine)
-    prediction = forecast(plan, machine, device, cached=True)
+    prediction = sized.prediction if sized else forecast(plan, machine, device, cached=True)
+    mtbf = sized.mtbf if sized else options.mtbf
     if options.tokens is not None:
         plan = replace(plan, num_steps=count_steps(plan, options.tokens))
         prediction = replace(prediction, plan=plan)
@@ -142,10 +201,14 @@ def show_forecast(options: argparse.Namespace, plan: Plan, machine: Machine) -> 
         page = forecast_page(prediction, options.recipe, describe_machine(plan, machine))
         write_file(Path(options.report), page)
     if options.json:
-        print(forecast_to_json(plan, prediction, options.price, options.mtbf))
+        size = {"size": sized.to_dict()} if sized else {}
+        values = json.loads(forecast_to_json(plan, prediction, options.price, mtbf)) | size
+        print(json.dumps(values, indent=2))
         return
+    if sized:
+        print(f"{sized.reason}\n--cluster {sized.cluster}\n")
     advice = [] if device is None else advise(plan, machine, device, prediction, cached=True)
-    asked = options.price, options.mtbf
+    asked = options.price, mtbf
     print(render_plan(plan, machine, options.recipe, prediction, advice, *asked))
 
 
