@@ -394,6 +394,61 @@ def test_plan_tokens_decide_the_steps(
     assert plan["whole_run"]["mtbf_seconds"] == 1800
 
 
+TINY_QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("MODEL", "chat --model.path MODEL"),
+        ("MODEL --lora 4", "lora --model.path MODEL --lora.rank 4"),
+        ("demo --lora 4", "demo --lora.rank 4"),
+    ],
+)
+def test_plan_short_forms_are_the_recipes_that_they_stand_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, short: str, long: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_QWEN3))
+    outputs = []
+    for text in (short, long):
+        words = text.replace("MODEL", str(tmp_path)).split()
+        assert main(["plan", *words, "--cluster", "2xA100", "--json"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    words = [word.replace("MODEL", str(tmp_path)) for word in short.split()]
+    assert main(["plan", *words, "--cluster", "2xA100", "--rank-map"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"weft plan {long}".replace("MODEL", str(tmp_path))
+
+
+def test_plan_short_forms_mistakes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = rejected(capsys, "plan", "Qwen/Qwen3-8B", "--cluster", "2xA100")
+    assert line.endswith("Check the path; a model of the Hub is hf://Qwen/Qwen3-8B.")
+    (line,) = rejected(capsys, "plan", "paper/llama3-8", "--cluster", "2xA100")
+    assert "paper/llama3-8b, " in line
+    (line,) = rejected(capsys, "plan", "demo", "--lora", "4", "--lora.rank", "4")
+    assert line == '--lora="4" is short for --lora.rank. Use one of the two.'
+    (line,) = rejected(capsys, "plan", "demo", "--lora", "x")
+    assert line.startswith('lora.rank="x" must be a whole number')
+    (line,) = rejected(capsys, "plan", "demo", "--gpus", "2xA100")
+    assert "Use --cluster of weft plan, such as 2xA100" in line
+
+
 def test_plan_of_this_machine_has_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["--run.device", "cpu", "--run.nproc_per_node", "2"]
     assert main(["plan", "demo", *overrides]) == 0

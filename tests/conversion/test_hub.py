@@ -121,3 +121,14 @@ def test_dry_run_names_the_weights_of_the_hub_as_not_checked(endpoint: str, tmp_
     shown = run_weft(tmp_path, endpoint, "train", "demo", "--dry-run")
     assert "not checked: the tokens" in shown
     assert "the weights of" not in shown
+
+
+def test_plan_of_a_model_of_the_hub_downloads_only_its_configuration(
+    endpoint: str, tmp_path: Path
+) -> None:
+    words = ["plan", "hf://org/empty", "--lora", "4", "--cluster", "2xA100"]
+    shown = run_weft(tmp_path, endpoint, *words)
+    assert shown.startswith("weft plan lora --model.path hf://org/empty --lora.rank 4 lora on 2")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    message = run_weft(tmp_path, endpoint, "plan", "hf://org/absent", "--cluster", "A100", code=2)
+    assert 'model.path="hf://org/absent" is no directory, and cannot be downloaded' in message

@@ -8,6 +8,7 @@ describes the time model, and compares predictions with published runs.
   weft plan llama3-70b --cluster 32x8xh200 --search --write best.toml
   weft plan llama3-405b --cluster 2048x8xh100 --tokens 15T --price 2.5 --mtbf 3h
   weft plan llama3-8b --cluster 8xh100 --tokens 1T --days 30
+  weft plan hf://Qwen/Qwen3-8B --lora 16 --cluster 2xa100
 
 Override any key as --section.key value; 'weft train --help' lists the keys.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +40,11 @@ def add_plan(commands: Commands) -> None:
     """Add ``weft plan``."""
     parser = add_command(commands, "plan", run_plan, __doc__)
     add = parser.add_argument
-    add("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
+    text = f"{RECIPE_HELP}; or a model to fine-tune, by recipe chat: hf://org/name, or a directory "
+    text += "with config.json"
+    add("recipe", metavar="RECIPE", nargs="?", help=text)
+    text = "short for --lora.rank RANK; a model is then planned by recipe lora"
+    add("--lora", metavar="RANK", help=text)
     text = "NODESxDEVICESxNAME, such as 64x8xH100 (8xH100: one node), or local; other numbers of "
     text += "ranks than the recipe's change parallel.dp_shard (default: run.cluster)"
     add("--cluster", metavar="NxMxNAME", help=text)
@@ -93,6 +99,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.report and (options.rank_map or options.search):
         rule, remedy = "needs a plan", "remove --rank-map and --search"
         errors.add("--report", rule, remedy, value=options.report)
+    expand_short_forms(options)
     check_run_options(options)
     for option in ("report", "write"):
         if path := getattr(options, option):
@@ -116,6 +123,33 @@ def run_plan(options: argparse.Namespace) -> int:
     else:
         show_forecast(options, plan, machine)
     return 0
+
+
+def expand_short_forms(options: argparse.Namespace) -> None:
+    """Replace a model as the recipe, and --lora, by a recipe and its keys."""
+    from weft.config.reader import find_recipe, recipe_names
+    from weft.planning.model_config import HUB_NAME
+
+    recipe: str = options.recipe
+    overrides: list[tuple[str, str]] = []
+    if find_recipe(recipe) is None:
+        is_shipped = any(name.startswith(recipe.partition("/")[0] + "/") for name in recipe_names())
+        if recipe.startswith("hf://") or (Path(recipe) / "config.json").is_file():
+            overrides.append(("model.path", recipe))
+            options.recipe = "chat" if options.lora is None else "lora"
+        elif HUB_NAME.fullmatch(recipe) and not is_shipped:
+            rule = "is not a recipe, the path of a .toml file, or a run directory"
+            remedy = f"check the path; a model of the Hub is hf://{recipe}"
+            raise InvalidConfig([*options.errors, ConfigError("recipe", recipe, rule, remedy)])
+    if options.lora is not None:
+        if "lora.rank" in dict(options.overrides):
+            rule, remedy = "is short for --lora.rank", "use one of the two"
+            options.errors.add("--lora", rule, remedy, value=options.lora)
+        overrides.append(("lora.rank", options.lora))
+    options.overrides = [*overrides, *options.overrides]
+    if overrides and not options.json:
+        keys = " ".join(f"--{key} {shlex.quote(value)}" for key, value in overrides)
+        print(f"weft plan {shlex.quote(options.recipe)} {keys}\n")
 
 
 def check_run_options(options: argparse.Namespace) -> None:
@@ -242,6 +276,7 @@ def calibrate_device(options: argparse.Namespace) -> None:
     rule, remedy = "cannot be used with --calibrate, which reads the run", "remove it"
     errors: ConfigErrors = options.errors
     words += [options.report, options.write, options.price, options.tokens, options.mtbf]
+    words += [options.lora]
     for word in filter(None, words):
         errors.add(word, rule, remedy)
     errors.raise_any()
