@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.config.errors import InvalidConfig
 from weft.data.loader import Batch
+from weft.planning import private_order
 from weft.planning.pipeline_schedule import (
     SCHEDULES,
     Action,
     PipelineSchedule,
+    _torch_order,
     build_schedule,
     execution_order,
     find_schedule,
@@ -70,6 +74,20 @@ def test_stages_have_the_ranks_of_the_schedule(name: str) -> None:
     loop = [*range(pp)] * per_rank
     in_a_v = name in ("ZBVZeroBubble", "DualPipeV")
     assert ranks == ([0, 1, 2, 2, 1, 0] if in_a_v else loop)
+
+
+def test_schedule_order_is_torchs_and_is_built_in_linear_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [name for name in SCHEDULES if name not in ("GPipe", "1F1B")]
+    fast = [_torch_order(name, 2, 2, 4) for name in names]
+    assert get_schedule_class("ZBVZeroBubble")._prepare_schedule_with_comms
+    monkeypatch.setattr(private_order, "load_order_class", get_schedule_class)
+    assert fast == [_torch_order(name, 2, 2, 4) for name in names]
+    monkeypatch.undo()
+    start = time.process_time()
+    _torch_order("DualPipeV", 2, 2, 4000)  # a minute with the collectives
+    assert time.process_time() - start < 5
 
 
 def test_max_in_flight_of_simple_schedules() -> None:

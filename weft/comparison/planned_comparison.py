@@ -98,7 +98,7 @@ def compare_plans(
 
     def read(recipe: str, overrides: Overrides) -> Plan:
         plan, machine = plan_recipe(
-            recipe, overrides, (), cluster, detect_machine, adopt=adopt_paths
+            recipe, overrides, (), cluster, detect_machine, adopt=adopt_paths, keeps_batch=True
         )
         machines[id(plan)] = machine
         return plan

@@ -131,7 +131,7 @@ def _torch_order(
     name: str, pp: int, stages_per_rank: int, num_microbatches: int
 ) -> dict[int, list[Any]]:
     """Return torch's actions of each pipeline rank."""
-    from torch.distributed.pipelining.schedules import get_schedule_class
+    from weft.planning.private_order import load_order_class
 
     # The constructor reads only these attributes of a stage, no process group.
     stages: Any = [
@@ -145,7 +145,7 @@ def _torch_order(
         )
         for _ in range(stages_per_rank)
     ]
-    schedule: Any = get_schedule_class(name)(stages, num_microbatches)
+    schedule: Any = load_order_class(name)(stages, num_microbatches)
     order: dict[int, list[Any]] = schedule.pipeline_order
     return order
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.config.axes import SHARD_AXES
+from weft.config.axes import DEGREES, SHARD_AXES
 from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
 from weft.config.reader import read_job, recipe_title
 from weft.config.schema import Job, RunSection
@@ -19,14 +19,16 @@ from weft.planning.degrees import NPROC, RANKS
 from weft.planning.devices import Cluster, parse_cluster
 from weft.planning.lora_plan import plan_cost
 from weft.planning.model_config import Adopt, adopt_model, model_name
-from weft.planning.placement import DEGREE_KEYS
 from weft.planning.plan import Machine, Plan
 from weft.planning.rank_map import format_rank_map
-from weft.planning.relayout import follow_ranks, format_degrees, nearest_layouts
+from weft.planning.relayout import follow_batch, follow_ranks, format_degrees, nearest_layouts
 from weft.planning.resolve import resolve
 from weft.planning.sharding import estimate_rank_bytes, expert_split, state_bytes_per_param
 from weft.planning.stages import format_stage_table
 
+# Keys that another number of ranks makes wrong.
+LAYOUT_KEYS = {f"parallel.{name}" for name in DEGREES}
+BATCH_KEYS = {"train.global_batch_size", "train.microbatch_size"}
 # A longer table shows only the first and the last stages.
 MAX_STAGES_SHOWN = 24
 
@@ -39,11 +41,12 @@ def plan_recipe(
     detect_machine: Callable[[RunSection], Machine],
     any_layout: bool = False,
     adopt: Adopt = adopt_model,
+    keeps_batch: bool = False,
 ) -> tuple[Plan, Machine]:
     """Read a recipe and plan it for a cluster, without reading any data.
 
     If ``cluster`` has another number of ranks than the recipe is for, ``parallel.dp_shard``
-    follows it, unless the user set it.
+    follows it, and the global batch becomes the nearest that divides, unless the user set them.
 
     Args:
         recipe: see `read_job`.
@@ -51,8 +54,10 @@ def plan_recipe(
         cli_errors: errors that the command line already has.
         cluster: ``NODESxDEVICESxNAME``, or ``local``; None: the recipe's ``run.cluster``.
         detect_machine: returns this machine, by ``run.device``.
-        any_layout: if the recipe's degrees do not fit the cluster, plan the nearest layout.
+        any_layout: if the recipe's degrees do not fit the cluster, plan the nearest layout; keep
+            the global batch.
         adopt: see `resolve`.
+        keeps_batch: refuse ranks that do not divide the recipe's global batch.
 
     Raises:
         InvalidConfig: with every reason why there is no plan.
@@ -79,19 +84,28 @@ def plan_recipe(
             notes += [note] if note else []
         with plan_errors.collect():
             plan = resolve(job, machine, recipe, base, adopt)
-        if any_layout and {error.key for error in plan_errors} <= {*DEGREE_KEYS}:
+        keeps_batch |= is_local or any_layout or "train.global_batch_size" in dict(overrides)
+        is_batch_wrong = plan_errors and {error.key for error in plan_errors} <= BATCH_KEYS
+        if is_batch_wrong and not keeps_batch and (followed := follow_batch(job, machine)):
+            batch = job.train.global_batch_size, followed.train.global_batch_size
+            notes.append("train.global_batch_size={} becomes {}, for these ranks".format(*batch))
+            plan = resolve(followed, machine, recipe, base, adopt)
+            plan_errors = ConfigErrors()
+        if any_layout and {error.key for error in plan_errors} <= LAYOUT_KEYS:
             for nearest in nearest_layouts(job, machine, 1) if plan_errors else []:
                 plan = resolve(nearest, machine, recipe, base, adopt)
                 plan_errors = ConfigErrors()
         # On a cluster, the cluster sets the number of ranks.
-        adapted = plan_errors if is_local else _adapt_to_cluster(plan_errors, job, machine)
+        adapted = (
+            plan_errors if is_local else _adapt_to_cluster(plan_errors, job, machine, keeps_batch)
+        )
         errors.add_independent(adapted)
     errors.raise_any()
     return replace(plan, warnings=(*notes, *plan.warnings)), machine
 
 
 def _adapt_to_cluster(
-    errors: Sequence[ConfigError], job: Job, machine: Machine
+    errors: Sequence[ConfigError], job: Job, machine: Machine, keeps_batch: bool
 ) -> list[ConfigError]:
     """Return the errors with remedies for a cluster, and layouts for its ranks."""
     adapted = list(errors)
@@ -100,12 +114,15 @@ def _adapt_to_cluster(
             replace(error, remedy=error.remedy.replace(ranks, "a --cluster of "))
             for error in adapted
         ]
-    if adapted and {error.key for error in adapted} <= {*DEGREE_KEYS}:
-        layouts = [format_degrees(near.parallel) for near in nearest_layouts(job, machine)]
+    layout_errors = [error for error in adapted if keeps_batch or error.key not in BATCH_KEYS]
+    if layout_errors and {error.key for error in layout_errors} <= LAYOUT_KEYS:
+        nearest = nearest_layouts(job, machine, keeps_batch=keeps_batch)
+        layouts = [format_degrees(near.parallel, job.parallel) for near in nearest]
         if layouts:
             listed = "".join(f"\n  {layout}" for layout in layouts)
-            remedy = f"{adapted[-1].remedy}. These layouts are possible:{listed}"
-            adapted[-1] = replace(adapted[-1], remedy=remedy)
+            adapted, last = layout_errors, layout_errors[-1]
+            remedy = f"{last.remedy}. These layouts are possible:{listed}"
+            adapted[-1] = replace(last, remedy=remedy)
     return adapted
 
 

@@ -1,8 +1,8 @@
 """Fit the layout of a recipe to another number of ranks.
 
 A recipe's degrees are for one cluster.  When ``weft plan --cluster`` names another, the number of
-data-parallel shards follows it.  If the other degrees do not divide its ranks, weft names the
-nearest layouts that the rules accept.
+data-parallel shards follows it, and the global batch becomes the nearest one that they divide.  If
+the other degrees do not divide its ranks, weft names the nearest layouts that the rules accept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 
-from weft.config.axes import BATCH_AXES, DEGREES
+from weft.config.axes import DEGREES
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job, ParallelSection, replace
 from weft.planning.degrees import divisors
@@ -49,15 +49,45 @@ def follow_ranks(job: Job, chosen: Collection[str], world_size: int) -> tuple[Jo
     return job, f"{sizes}: the recipe is for {parallel.num_ranks:,} ranks, not {world_size:,}"
 
 
-def nearest_layouts(job: Job, machine: Machine, count: int = 3) -> list[Job]:
-    """Return jobs with other degrees that the rules accept, the nearest first."""
-    jobs = itertools.islice(_list_layouts(job.parallel, machine), MAX_TRIED)
-    accepted = (
-        changed
-        for degrees in jobs
-        if _is_accepted(changed := replace(job, parallel=degrees | {"dp_shard": "auto"}), machine)
-    )
-    return list(itertools.islice(accepted, count))
+def follow_batch(job: Job, machine: Machine) -> Job | None:
+    """Return the job with the nearest global batch that the rules accept, if any."""
+    parallel, train = job.parallel, job.train
+    ranks, unit = machine.world_size or 1, parallel.pp * parallel.cp * parallel.tp
+    if ranks % unit:
+        return None
+    dp, size = ranks // unit, 1 if train.microbatch_size == "auto" else train.microbatch_size
+    microbatches = train.global_batch_size / (dp * size)
+    counts = {math.floor(microbatches), math.ceil(microbatches)} - {0}
+    counts |= {parallel.pp * stages for stages in (1, 2, 4)}  # schedules need as many as stages
+    batches = sorted({dp * size * count for count in counts} | {dp})
+    for batch in sorted(batches, key=lambda batch: abs(batch - train.global_batch_size)):
+        changed = replace(job, train={"global_batch_size": batch})
+        if _is_accepted(changed, machine):
+            return changed
+    return None
+
+
+def nearest_layouts(
+    job: Job, machine: Machine, count: int = 3, keeps_batch: bool = True
+) -> list[Job]:
+    """Return jobs with other degrees that the rules accept, the nearest first.
+
+    Args:
+        job: a job whose degrees do not suit the machine.
+        machine: has the ranks.
+        count: the most jobs to return.
+        keeps_batch: if False, the global batch may follow the ranks.
+    """
+    accepted: list[Job] = []
+    for degrees in itertools.islice(_list_layouts(job.parallel, machine), MAX_TRIED):
+        changed = replace(job, parallel=degrees | {"dp_shard": "auto"})
+        if _is_accepted(changed, machine):
+            accepted.append(changed)
+        elif not keeps_batch and (followed := follow_batch(changed, machine)) is not None:
+            accepted.append(followed)
+        if len(accepted) == count:
+            break
+    return accepted
 
 
 def _list_layouts(parallel: ParallelSection, machine: Machine) -> Iterator[dict[str, int]]:
@@ -65,7 +95,7 @@ def _list_layouts(parallel: ParallelSection, machine: Machine) -> Iterator[dict[
     world_size = machine.world_size or 1
     tp_degrees = divisors(math.gcd(world_size, machine.local_world_size or world_size))
     found = [
-        {"pp": pp, "cp": cp, "tp": tp, "ep": min(parallel.ep, world_size // (pp * etp))}
+        {"pp": pp, "cp": cp, "tp": tp, "ep": math.gcd(parallel.ep, world_size // (pp * etp))}
         for pp, cp, tp in itertools.product(
             divisors(world_size, 2 * parallel.pp), divisors(world_size, parallel.cp), tp_degrees
         )
@@ -88,8 +118,14 @@ def _is_accepted(job: Job, machine: Machine) -> bool:
     return True
 
 
-def format_degrees(parallel: ParallelSection) -> str:
-    """Format degrees as options, such as ``--parallel.pp 4 --parallel.tp 8``."""
-    names = [n for n in DEGREES if n not in BATCH_AXES and getattr(parallel, n) > 1]
-    options = [f"--parallel.{name} {getattr(parallel, name)}" for name in names]
+def format_degrees(parallel: ParallelSection, recipe: ParallelSection) -> str:
+    """Format degrees as options, such as ``--parallel.pp 4 --parallel.tp 8``.
+
+    Args:
+        parallel: the degrees.
+        recipe: those of the recipe; a degree of 1 is left out if it is 1 there, too.
+    """
+    names = [n for n in DEGREES if n != "dp_shard"]
+    changed = [n for n in names if max(getattr(parallel, n), getattr(recipe, n)) > 1]
+    options = [f"--parallel.{name} {getattr(parallel, name)}" for name in changed]
     return " ".join([*options, "--parallel.dp_shard auto"])
