@@ -1,7 +1,7 @@
 """Score `weft plan` itself on published measurements.
 
-    python -m benchmarks.plan_trace [--json] [--rows FILE] [--traces DIRECTORY] [--match TEXT]
-        [--limit N] [FILE ...]
+    python -m benchmarks.plan_trace [--json] [--rows FILE] [--traces DIRECTORY] [--ranges FILE]
+        [--match TEXT] [--limit N] [FILE ...]
 
 Each row of the CSV files becomes keys of a weft job and a cluster (`job_of`).  `weft plan`'s trace
 of that job is priced for that cluster.  Where the row was measured in another program, that
@@ -11,8 +11,9 @@ program's code or papers, and none is fitted.
 
 The output has errors by group (dense models in FSDP2 programs, other dense ones, context
 parallelism, experts, adapters), by source and by device: raw, and with one scalar per source that
-is fitted to the other rows of the source.  ``covered`` is the fraction of rows within the plan's
-own error.  Rows that are not predicted are listed with the reason.
+is fitted to the other rows of the source.  ``covered`` is the fraction of rows in the range that
+the group's rows of other sources give (`find_range`).  Rows that are not predicted are listed with
+the reason.
 
 A trace takes some seconds of processor time.  ``--rows`` keeps predictions, and a second run makes
 only those that are missing.  ``--traces`` keeps traces, which a change of a price leaves valid;
@@ -39,6 +40,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.plan_accuracy import (
     LOGIT_BYTES,
     Layout,
@@ -48,6 +51,7 @@ from benchmarks.plan_accuracy import (
     layout_of,
     number,
     percentile,
+    ranks,
     sizes_of,
     stack_of,
 )
@@ -55,19 +59,22 @@ from weft.config.errors import InvalidConfig
 from weft.config.reader import read_job
 from weft.estimate.cost import (
     Attention,
+    Collective,
     Hardware,
     Matmul,
     Overlap,
     Precision,
+    Seconds,
     StageWork,
     Step,
     Work,
     WorkList,
     step_seconds,
 )
-from weft.estimate.forecast import find_caveats, find_error, price_traces
+from weft.estimate.error_ranges import ErrorRange
+from weft.estimate.forecast import price_traces
 from weft.estimate.trace import RankTrace, trace_ranks
-from weft.estimate.trace_memory import RankMemory
+from weft.estimate.trace_memory import RankMemory, peak_live_bytes
 from weft.estimate.trace_to_cost import build_step
 from weft.models.decoder_costs import unit_costs
 from weft.planning.devices import GIB, Device
@@ -80,6 +87,16 @@ SHIPPED = [
 ]
 # Seconds of wall time after which a row is given up.
 MAX_SECONDS = 300
+# Fraction of measured times in a range.
+COVERAGE = 0.9
+UNBOUNDED = ErrorRange(0.0, math.inf)
+# Groups of weft's plans, with the rows that resemble them: weft is an FSDP2 program.
+RANGES = {
+    "dense": "dense, FSDP2",
+    "context parallel": "context parallel",
+    "experts": "experts",
+    "adapters": "adapters",
+}
 
 
 # --------------------------------------------------------------------------- other programs
@@ -103,6 +120,7 @@ class Foreign:
         cast_bytes: bytes that a cast of an input or a gradient moves per element; it casts weights
             once per step.
         launches: fraction of the launches that the host makes; CUDA graphs replay the others.
+        fuses: it has Transformer Engine's layers, which save less.
     """
 
     kernel: str = ""
@@ -116,6 +134,7 @@ class Foreign:
     precision: Precision = "bf16"
     cast_bytes: float = 0.0
     launches: float = 1.0
+    fuses: bool = False
 
 
 # Programs that share a stack's layout, but whose float8 is torchao's, as weft's is.
@@ -123,9 +142,10 @@ OWN_KERNELS = re.compile(r"torchtitan|\btrl\b|automodel|pith")
 DATA_AXES = ("dp_replicate", "dp_shard", "efsdp")
 
 
-# Transformer Engine reads two bytes per element and writes one for each of two layouts; four bits
-# take a rotation and a second scale.
+# Transformer Engine reads two bytes per element and writes one for each of two layouts.  Current
+# scaling reads them once more, for the largest one; four bits take a rotation and a second scale.
 TE_CAST_BYTES: dict[Precision, float] = {"float8": 4.0, "float4": 8.0}
+CURRENT_SCALING_BYTES = 6.0
 
 
 def te_precision(row: Row, stack: Stack) -> Precision:
@@ -160,8 +180,11 @@ def foreign_of(row: Row, layout: Layout, stack: Stack) -> Foreign:
         row["dispatch"] in ("hybridep", "deepep"),
         layout.include_reserved,
         precision,
-        TE_CAST_BYTES.get(precision, 0.0),
+        CURRENT_SCALING_BYTES
+        if precision == "float8" and re.search(r"fp8.cs", f"{row['precision']} {notes}".lower())
+        else TE_CAST_BYTES.get(precision, 0.0),
         0.0 if re.search(r"cuda graphs:? full.iteration", notes) else 1.0,
+        layout.fusion == "fused" and layout.kernel == "attention",
     )
 
 
@@ -399,20 +422,11 @@ def float8_of(row: Row, stack: Stack) -> str:
     return "tensorwise" if re.search(r"fp8|float8", text) else "none"
 
 
-# Recomputation of a row that does not say it: the least that fits.
-LEAST_RECOMPUTED: tuple[dict[str, Any], ...] = (
-    {"mode": "none"},
-    {"mode": "full", "every_n_layers": 4},
-    {"mode": "full", "every_n_layers": 2},
-    {"mode": "full"},
-)
-
-
-def recompute_keys(row: Row, layout: Layout, tried: int = 0) -> dict[str, Any]:
-    """Return the keys of ``[activation_checkpoint]``; ``tried``: those that do not fit."""
+def recompute_keys(row: Row, layout: Layout, unpublished: str = "none") -> dict[str, Any]:
+    """Return the keys of ``[activation_checkpoint]``; ``unpublished``: mode if no row says it."""
     text = row["ac"].lower()
     if is_unpublished(layout, row):
-        return LEAST_RECOMPUTED[tried]
+        return {"mode": unpublished}
     if "full" in text and "offload" in text:
         return {"mode": "full", "offload": True}
     mode = str(layout.activation_checkpoint)
@@ -437,12 +451,14 @@ def is_unpublished(layout: Layout, row: Row) -> bool:
     return str(layout.activation_checkpoint) == "auto" and not row["num_experts"]
 
 
-def job_of(row: Row, tried: int = 0) -> tuple[list[tuple[str, str]], Hardware, Layout, Stack, str]:
+def job_of(
+    row: Row, unpublished: str = "none"
+) -> tuple[list[tuple[str, str]], Hardware, Layout, Stack, str]:
     """Return a row as keys of a job, with its hardware, layout, program and the program's name.
 
     Args:
         row: the row.
-        tried: see `recompute_keys`.
+        unpublished: see `recompute_keys`.
 
     Raises:
         Unexpressed: the row has no equal in weft.
@@ -455,6 +471,11 @@ def job_of(row: Row, tried: int = 0) -> tuple[list[tuple[str, str]], Hardware, L
         raise Unexpressed("measured with a bug that the source then removes")
     system, stack = stack_of(row)
     hardware = hardware_of(row, stack)
+    if "A100-PCIe chart" in row["source"]:
+        # SimuMax's configs/system/a100_pcie.json: all-gather 0.450 and reduce-scatter 0.369 of
+        # 30e9, measured over eight devices; with four 0.69.
+        link = replace(hardware.device.link, bandwidth=12.3e9)
+        hardware = replace(hardware, device=replace(hardware.device, link=link))
     layout = published_layout(row, stack)
     sections: dict[str, dict[str, Any]] = {
         "model": model_keys(row, stack) | {"max_seq_len": max(layout.seq_len, 4096)},
@@ -475,7 +496,7 @@ def job_of(row: Row, tried: int = 0) -> tuple[list[tuple[str, str]], Hardware, L
             "async_tp": layout.tp > 1 and layout.tp_overlap == "async",
         },
         "precision": {"float8": float8_of(row, stack)},
-        "activation_checkpoint": recompute_keys(row, layout, tried),
+        "activation_checkpoint": recompute_keys(row, layout, unpublished),
         "compile": {"enable": layout.fusion != "eager"},
     }
     if layout.pp > 1:
@@ -517,7 +538,10 @@ def published_layout(row: Row, stack: Stack) -> Layout:
 
 @dataclass
 class Scored:
-    """A predicted row; memory in GiB, 0 if it was not measured; ``error``: the plan's own."""
+    """A predicted row; memory in GiB, 0 if it was not measured.
+
+    ``calibrated``: see `calibrate`; ``error_range``: see `set_error_ranges`.
+    """
 
     line: str
     source: str
@@ -529,10 +553,15 @@ class Scored:
     predicted: float
     measured_memory: float
     memory: float
-    error: float
     seconds: float
     breakdown: dict[str, float]
     calibrated: float = 0.0
+    error_range: ErrorRange = UNBOUNDED
+
+    @property
+    def ratio(self) -> float:
+        """Measured time, over the predicted one."""
+        return self.predicted / self.measured
 
 
 def group_of(row: Row, layout: Layout, system: str) -> str:
@@ -578,6 +607,60 @@ def trace_plan(
     return result
 
 
+@dataclass(frozen=True)
+class TracedRow:
+    """The plan of a row, as another program runs it.
+
+    ``held``: bytes of the fullest rank, ``activations`` of them saved for the backward pass.
+    """
+
+    plan: Plan
+    hardware: Hardware
+    layout: Layout
+    system: str
+    foreign: Foreign
+    traces: list[RankTrace]
+    activations: float
+    held: float
+
+    def seconds(self, offloaded: float = 0.0) -> Seconds:
+        """Return the time of a step; ``offloaded``: bytes of each block's activations."""
+        step = build_step(self.plan, self.traces, self.hardware.device)
+        step = Adapter(self.foreign, self.plan, self.hardware).step(step)
+        return step_seconds(offload(step, offloaded) if offloaded else step, self.hardware)
+
+
+def offload(step: Step, size: float) -> Step:
+    """Return a step whose blocks copy activations to host memory and back, behind their work."""
+    copy = Work(collectives=(Collective("send", size, "offload", 2, 1, "prefetch"),))
+
+    def add(works: WorkList) -> WorkList:
+        return tuple((work + copy if work.attention else work, times) for work, times in works)
+
+    stages = (
+        replace(stage, forward=add(stage.forward), backward=add(stage.backward))
+        for stage in step.stages
+    )
+    return replace(step, stages=tuple(stages))
+
+
+def trace_row(row: Row, directory: Path | None, unpublished: str = "none") -> TracedRow:
+    """Plan and trace a row; for ``directory`` see `predict`, for the rest `recompute_keys`."""
+    keys, hardware, layout, stack, system = job_of(row, unpublished)
+    machine, device = machine_of(hardware, int(number(row["n_gpus"]))), hardware.device
+    plan = plan_of(keys, machine)
+    if not measured_speed(row, plan, hardware):
+        raise Unexpressed("no time was published")
+    key = hashlib.sha256(repr((keys, machine)).encode()).hexdigest()[:24]
+    traces, memory = trace_plan(plan, machine, device, key, directory)
+    foreign = foreign_of(row, layout, stack)
+    saved = saved_fraction(foreign, plan, traces[min(1, len(traces) - 1)])
+    peaks = [peak_live_bytes(trace) for trace in traces]
+    held = foreign_memory(foreign, plan, memory, peaks, saved)
+    activations = saved * memory.live_bytes["activations"]
+    return TracedRow(plan, hardware, layout, system, foreign, traces, activations, held)
+
+
 def predict(row: Row, line: str, directory: Path | None = None) -> Scored:
     """Plan a row, and compare the plan with what was measured.
 
@@ -590,38 +673,84 @@ def predict(row: Row, line: str, directory: Path | None = None) -> Scored:
         Unexpressed: the row cannot be planned, or has no measured time.
     """
     start = time.process_time()
-    for tried in range(len(LEAST_RECOMPUTED)):
-        keys, hardware, layout, stack, system = job_of(row, tried)
-        machine, device = machine_of(hardware, int(number(row["n_gpus"]))), hardware.device
-        plan = plan_of(keys, machine)
-        measured = measured_speed(row, plan, hardware)
-        if not measured:
-            raise Unexpressed("no time was published")
-        key = hashlib.sha256(repr((keys, machine)).encode()).hexdigest()[:24]
-        traces, memory = trace_plan(plan, machine, device, key, directory)
-        foreign = foreign_of(row, layout, stack)
-        held = foreign_memory(foreign, plan, memory)
-        # Before it fails, the allocator releases what it reserves; the driver needs 1 GiB.
-        if not is_unpublished(layout, row) or held <= (device.memory_gib - 1) * GIB:
-            break
-    step = Adapter(foreign, plan, hardware).step(build_step(plan, traces, device))
-    spent = step_seconds(step, hardware)
+    traced = trace_row(row, directory)
+    plan, device, layout = traced.plan, traced.hardware.device, traced.layout
+    spent, held = traced.seconds(), traced.held
+    # Before it fails, the allocator releases its reserve, except for a fragmented twentieth; the
+    # driver needs 1 GiB.
+    room = (device.memory_gib - 1) * GIB / 1.05
+    if is_unpublished(layout, row) and held > room:
+        full = trace_row(row, directory, "full")
+        part = min(1.0, (held - room) / max(1.0, held - full.held))
+        if layout.zero == 3 and device.name.startswith("G"):
+            # `cpu_offloading` in Megatron-Bridge's recipes for Grace hosts.
+            spent = traced.seconds(part * traced.activations / plan.model.num_layers * plan.pp)
+        else:
+            spent = blend(spent, full.seconds(), part)
+        held += part * (full.held - held)
     predicted = plan.tokens_per_step / spent.total() / plan.world_size
     return Scored(
         line,
         row["source"],
-        system,
-        group_of(row, layout, system),
+        traced.system,
+        group_of(row, layout, traced.system),
         device.name,
         "|".join((row["source"], row["model"], row["n_gpus"], row["gpu"], row["seq_len"])),
-        measured,
+        measured_speed(row, plan, traced.hardware),
         predicted,
         number(row["mem_gib"]),
         held / GIB,
-        find_error(plan, device, find_caveats(plan, device)),
         time.process_time() - start,
         {name: round(seconds, 4) for name, seconds in spent.items()},
     )
+
+
+def blend(first: Seconds, second: Seconds, part: float) -> Seconds:
+    """Return the time of a step of which ``part`` of the layers are as in the second one."""
+    return Seconds().add(first, 1 - part).add(second, part)
+
+
+def saved_fraction(foreign: Foreign, plan: Plan, trace: RankTrace) -> float:
+    """Return the bytes of activations that another program saves, relative to those traced.
+
+    Transformer Engine saves the inputs of linear layers, of norms and of fused activations, each
+    once, and inputs of linear layers in the precision of their products.  PyTorch's operators also
+    save the parts of an activation and of a rotation.
+    """
+    if not foreign.fuses or plan.activation_checkpoint.mode == "full":
+        return 1.0
+    ordinal = min(1, plan.num_microbatches - 1)
+    blocks: dict[object, int] = defaultdict(int)
+    for event in trace.extrapolation.segment_events((0, "F", ordinal)):
+        if event.location.is_in_block:
+            blocks[event.location.block] += event.bytes
+    if not ordinal or not blocks:  # the first microbatch also keeps weights
+        return 1.0
+    tokens = plan.microbatch_size * plan.seq_len / plan.cp
+    traced = statistics.median(blocks.values()) * plan.tp / tokens
+    return min(1.0, saved_bytes(foreign, plan) / traced)
+
+
+def saved_bytes(foreign: Foreign, plan: Plan) -> float:
+    """Return the bytes that Transformer Engine saves for a token of a typical block."""
+    model = plan.model
+    inputs = {"float8": 1.0, "float4": 0.5}.get(foreign.precision, 2.0)  # of linear layers
+    query, value = model.num_heads * model.key_dim, model.num_heads * model.value_dim
+    size = 4 * model.dim + inputs * model.dim + 2 * query + (2 + inputs) * value
+    if model.kv_rank:  # latent vectors, before and after their norms
+        size += 2 * (query + value) + (2 + inputs) * (model.q_rank + model.kv_rank)
+    else:
+        size += 2 * model.num_kv_heads * (model.key_dim + model.value_dim)
+    factors = 4 if model.gated else 2  # outputs of the first layer
+
+    def network(width: int) -> float:
+        return (factors + inputs) * width
+
+    if plan.num_active_params < plan.num_params:
+        chosen = model.active_experts * (inputs * model.dim + network(model.expert_dim))
+        shared = model.shared_experts * network(model.expert_dim) + inputs * model.dim
+        return float(size + chosen + shared)
+    return float(size + inputs * model.dim + network(model.ffn_dim))
 
 
 def plan_of(keys: list[tuple[str, str]], machine: Machine) -> Plan:
@@ -640,10 +769,21 @@ def plan_of(keys: list[tuple[str, str]], machine: Machine) -> Plan:
         raise Unexpressed(f"refused: {error.errors[0]}") from error
 
 
-def foreign_memory(foreign: Foreign, plan: Plan, memory: RankMemory) -> float:
-    """Return the bytes of the fullest rank with another program's states and logits."""
-    live = memory.live_bytes
-    held = memory.reserved if foreign.reports_reserved else sum(live.values())
+def foreign_memory(
+    foreign: Foreign, plan: Plan, memory: RankMemory, live_peaks: Sequence[int], saved: float = 1.0
+) -> float:
+    """Return the bytes of the fullest rank with another program's states and logits.
+
+    Args:
+        foreign: the program.
+        plan: the plan.
+        memory: of the fullest rank.
+        live_peaks: peak of live bytes of each pipeline rank.
+        saved: see `saved_fraction`.
+    """
+    spared = (1 - saved) * memory.live_bytes["activations"]
+    live = memory.live_bytes | {"activations": memory.live_bytes["activations"] - int(spared)}
+    held = sum(live.values())
     if foreign.unsharded_bytes:  # its weights and gradients are whole
         experts = sum(unit.expert_params for unit in unit_costs(plan.model, 1)) / plan.pp
         others = plan.num_params / plan.pp - experts
@@ -652,9 +792,21 @@ def foreign_memory(foreign: Foreign, plan: Plan, memory: RankMemory) -> float:
         held = live["activations"] + live["temporaries"]
         for size, ranks in ((others / plan.tp, plan.dp_cp_size), (experts / split, shards)):
             held += int(size * (foreign.unsharded_bytes + foreign.state_bytes / ranks))
-    kept = foreign.logit_bytes + foreign.output_bytes * plan.num_microbatches
-    tokens = plan.microbatch_size * plan.seq_len / plan.cp
-    return float(held + kept * tokens * plan.model.vocab_size / plan.tp)
+    # The last stage also has logits.
+    last = 0
+    if plan.pipeline is not None:
+        stages = [plan.pipeline.stages_on_rank(rank) for rank in range(plan.pp)]
+        last = max(range(plan.pp), key=lambda rank: max(stages[rank]))
+    num_logits = plan.microbatch_size * plan.seq_len / plan.cp * plan.model.vocab_size / plan.tp
+    outputs = foreign.output_bytes * plan.num_microbatches * num_logits
+    held_last = held - (max(live_peaks) - live_peaks[last])
+    loss = held_last + outputs + foreign.logit_bytes * num_logits
+    # After the last backward pass, the outputs of all microbatches are joined.
+    joined = held_last - live["activations"] - live["temporaries"] + 2 * outputs
+    size = max(held, loss, joined)
+    if foreign.reports_reserved:
+        size += memory.reserved - sum(memory.live_bytes.values())
+    return float(size)
 
 
 def measured_speed(row: Row, plan: Plan, hardware: Hardware) -> float:
@@ -700,13 +852,46 @@ def calibrate(rows: Sequence[Scored]) -> None:
                 break
 
 
+def find_range(ratios: Sequence[float]) -> ErrorRange:
+    """Return the range that has nine of ten further ratios: those of each side are equally rare.
+
+    Of n ratios and a further one, each is equally likely to be among the k smallest of the n + 1
+    (conformal prediction).  With fewer than 19 ratios it is the range of all.
+    """
+    known = sorted(ratios)
+    outside = max(1, math.floor((1 - COVERAGE) / 2 * (len(known) + 1) + 1e-9))
+    return ErrorRange(known[outside - 1], known[-outside])
+
+
+def set_error_ranges(rows: Sequence[Scored]) -> None:
+    """Set `Scored.error_range` from the rows of the group that are from other sources."""
+    for row in rows:
+        others = [r.ratio for r in rows if r.group == row.group and r.source != row.source]
+        row.error_range = find_range(others) if others else UNBOUNDED
+
+
+def format_ranges(rows: Sequence[Scored]) -> str:
+    """Return ``weft/estimate/error_ranges.toml``."""
+    lines = [
+        "# Factors of a predicted time, between which nine of ten measured times of published runs",
+        "# lie: see `weft.estimate.error_ranges`.  Written by:",
+        "# python -m benchmarks.plan_trace --ranges weft/estimate/error_ranges.toml",
+    ]
+    for name, group in RANGES.items():
+        ratios = [row.ratio for row in rows if row.group == group]
+        low, high = find_range(ratios)
+        sources = len({row.source for row in rows if row.group == group})
+        lines += ["", f'["{name}"]', f"rows = {len(ratios)}", f"sources = {sources}"]
+        lines += [f"low = {low:.3f}", f"high = {high:.3f}"]
+    return "\n".join(lines) + "\n"
+
+
 def summarize(rows: Sequence[Scored]) -> dict[str, float | int]:
     """Return the errors of a group."""
     raw = [abs(row.predicted / row.measured - 1) for row in rows]
     fine = [abs(row.calibrated / row.measured - 1) for row in rows]
     memory = [abs(r.memory / r.measured_memory - 1) for r in rows if r.measured_memory]
-    # The time of a plan is within its error.
-    covered = [abs(row.measured / row.predicted - 1) <= row.error for row in rows]
+    covered = [row.error_range.low <= row.ratio <= row.error_range.high for row in rows]
     return {
         "rows": len(rows),
         "median": percentile(raw, 50),
@@ -715,6 +900,7 @@ def summarize(rows: Sequence[Scored]) -> dict[str, float | int]:
         "calibrated_median": percentile(fine, 50),
         "calibrated_p90": percentile(fine, 90),
         "memory_median": percentile(memory, 50),
+        "memory_worst": percentile(memory, 100),
         "memory_rows": len(memory),
         "covered": sum(covered) / len(covered) if covered else math.nan,
     }
@@ -728,25 +914,52 @@ def by(rows: Sequence[Scored], name: str) -> dict[str, dict[str, float | int]]:
     return {key: summarize(groups[key]) for key in sorted(groups, key=lambda k: -len(groups[k]))}
 
 
+def rank_correlation(rows: Sequence[Scored]) -> dict[str, float | int]:
+    """Return how well predictions order the layouts of one model on one number of devices.
+
+    Spearman's coefficient, its mean over sets of three or more layouts from one source; and the
+    mean throughput that the fastest predicted layout loses.
+    """
+    sets: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        sets[row.choice].append(row)
+    correlations, lost = [], []
+    for layouts in sets.values():
+        measured, predicted = ([getattr(r, n) for r in layouts] for n in ("measured", "predicted"))
+        if len(layouts) < 3 or min(len(set(measured)), len(set(predicted))) < 2:
+            continue
+        correlations.append(float(np.corrcoef(ranks(measured), ranks(predicted))[0, 1]))
+        lost.append(1 - max(layouts, key=lambda row: row.predicted).measured / max(measured))
+    return {
+        "sets": len(correlations),
+        "mean": statistics.fmean(correlations) if correlations else math.nan,
+        "lost": statistics.fmean(lost) if lost else math.nan,
+    }
+
+
 def report(rows: Sequence[Scored], skipped: Mapping[str, str]) -> dict[str, Any]:
     """Return all errors, as ``--json`` prints them."""
     calibrate(rows)
+    set_error_ranges(rows)
     return {
         "rows": len(rows),
         "skipped": len(skipped),
         "all": summarize(rows),
         "groups": by(rows, "group"),
+        "systems": by(rows, "system"),
         "devices": by(rows, "device"),
         "sources": by(rows, "source"),
+        "rank_correlation": rank_correlation(rows),
         "reasons": dict(Counter(re.sub(r"[\d,.]+", "N", why)[:80] for why in skipped.values())),
     }
 
 
 def format_line(name: str, values: Mapping[str, float | int]) -> str:
     """Format the errors of a group as a line of a table."""
-    memory = (
-        f"{values['memory_median']:6.1%} ({values['memory_rows']})" if values["memory_rows"] else ""
-    )
+    memory = ""
+    if values["memory_rows"]:
+        memory = f"{values['memory_median']:.1%} worst {values['memory_worst']:.1%}"
+        memory += f" of {values['memory_rows']}"
     return (
         f"{name[:52]:52} {values['rows']:4}  {values['median']:6.1%}  p90 {values['p90']:6.1%}  "
         f"bias {values['bias']:+6.1%}  calibrated {values['calibrated_median']:6.1%}  "
@@ -796,6 +1009,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="only the summary, for machines")
     parser.add_argument("--rows", type=Path, help="JSONL file that keeps predictions")
     parser.add_argument("--traces", type=Path, help="directory that keeps traces")
+    parser.add_argument("--ranges", type=Path, help="write error_ranges.toml here")
     parser.add_argument("--match", default="", help="only rows whose text contains this")
     parser.add_argument("--limit", type=int, default=10**9, help="the most rows to predict")
     options = parser.parse_args()
@@ -826,16 +1040,23 @@ def main() -> None:
                 if isinstance(known[key], str):
                     skipped[line] = known[key]
                 else:
-                    scored.append(Scored(**known[key]))
+                    scored.append(Scored(**known[key] | {"line": line}))
     result = report(scored, skipped)
+    if options.ranges:
+        options.ranges.write_text(format_ranges(scored))
     if options.json:
         print(json.dumps(result))
         return
-    for title in ("groups", "devices", "sources"):
+    for title in ("groups", "systems", "devices", "sources"):
         print(f"\n{title}")
         for name, values in result[title].items():
             print(format_line(name, values))
     print(f"\n{format_line('all', result['all'])}")
+    order = result["rank_correlation"]
+    print(
+        f"rank correlation {order['mean']:.2f} in {order['sets']} sets of layouts; "
+        f"the fastest predicted one loses {order['lost']:.1%}"
+    )
     for reason, count in Counter(result["reasons"]).most_common():
         print(f"skipped {count:4}: {reason}")
 

@@ -44,12 +44,12 @@ def test_verdict_small_predicted_difference_is_undecided() -> None:
         ]
     )
     assert lines[0] == "G does not fit: memory: 90.0 GiB of 80.0"
-    assert "B is predicted 11.1 % faster than A, which is inconclusive (32 % of" in lines[1]
+    assert "B is predicted 11.1 % faster than A, which is inconclusive (31 % of" in lines[1]
     assert lines[2] == (
-        "C is predicted 25.0 % faster than A (94 % of such predictions had the right direction; "
+        "C is predicted 25.0 % faster than A (95 % of such predictions had the right direction; "
         "90 % were within -3 to +61 %)"
     )
-    assert lines[3].startswith("D is predicted 23.1 % slower than A (94 % of such")
+    assert lines[3].startswith("D is predicted 23.1 % slower than A (95 % of such")
     assert "which is inconclusive, with low confidence (error 50 %)" in lines[4]
     assert lines[5].endswith("100.0 % faster than A with low confidence (error 50 %)")
 
@@ -90,7 +90,7 @@ def test_compare_plan_only_layouts_of_8b_are_ranked(
     slower = next(
         line for line in result["verdict"] if line.startswith("tp=8, activation_checkpoint=none")
     )
-    assert "slower than tp=1, activation_checkpoint=none (94 % of such" in slower
+    assert "slower than tp=1, activation_checkpoint=none (95 % of such" in slower
     speed = wide["forecast"]["tokens_per_second_per_device"]
     hours = 1e9 / speed / 3600
     assert wide["device_hours_per_billion_tokens"] == pytest.approx(hours)

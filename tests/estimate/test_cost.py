@@ -551,11 +551,10 @@ def test_published_runs_have_the_figures_of_the_pages(
     result = figures(PUBLISHED[1:], tmp_path / "runs.csv", capsys)
     assert (result["rows"], result["skipped"]) == (293, 1)
     prediction = {name: f"{100 * result[name]:.1f} %" for name in result if "error" in name}
-    for page in ("README.md", "docs/results.md", "docs/planner.md"):
+    for page in ("docs/results.md", "docs/planner.md"):
         text = (ROOT / page).read_text()
         for name in ("throughput_median_error", "throughput_p90_error", "memory_median_error"):
-            if page != "README.md" or "throughput" in name:  # README has no figure of memory
-                assert prediction[name] in text, (page, name, prediction[name])
+            assert prediction[name] in text, (page, name, prediction[name])
     results = (ROOT / "docs/results.md").read_text()
     assert [value for value in prediction.values() if value not in results] == []
     assert f"rank correlation in nine choice sets {result['rank_correlation']:.2f}" in results

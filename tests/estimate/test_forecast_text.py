@@ -59,7 +59,12 @@ def test_screen_of_a_plan_that_fits_has_memory_speed_and_communication(eight: Ei
     assert lines[0] == "demo on 8 H100"
     assert lines[1].startswith("  memory     fits: ")
     assert lines[1].endswith("on the fullest rank, of 80.0 GiB")
-    assert "tokens/s per device (within 25%)" in lines[3]
+    speed = prediction.tokens_per_second_per_device
+    assert speed is not None
+    low, high = prediction.error_range
+    assert (
+        f"{speed:,.0f} tokens/s per device ({speed / high:,.0f} to {speed / low:,.0f})" in lines[3]
+    )
     assert prediction.mfu is not None
     assert f"MFU {prediction.mfu:.1%}" in lines[3]
     memory = column(lines, "memory")
@@ -77,11 +82,11 @@ def test_screen_whole_run_has_hours_and_cost(eight: Eight) -> None:
     assert prediction.step_seconds is not None
     hours = prediction.step_seconds * plan.num_steps * 8 / 3600
     lines = render_plan(plan, machine, "demo", prediction, (), price=1000.0).splitlines()
-    seconds, ratio = prediction.step_seconds * 220, 1 + prediction.error
+    seconds, (low, high) = prediction.step_seconds * 220, prediction.error_range
     assert lines[4] == (
         f"  whole run  220 steps, 450.6 K tokens: {seconds:.0f} seconds "
-        f"({seconds / ratio:.0f} to {seconds * ratio:.0f}), {hours:,.1f} GPU-hours, "
-        f"cost {hours * 1000:.2f} ({hours * 1000 / ratio:.2f} to {hours * 1000 * ratio:.2f}) "
+        f"({seconds * low:.0f} to {seconds * high:.0f}), {hours:,.1f} GPU-hours, "
+        f"cost {hours * 1000:.2f} ({hours * 1000 * low:.2f} to {hours * 1000 * high:.2f}) "
         "at 1000 per hour"
     )
     assert prediction.to_dict()["device_hours"] == pytest.approx(hours)

@@ -5,21 +5,27 @@ from __future__ import annotations
 import csv
 import json
 import math
+import tomllib
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.plan_accuracy import Unexpressed, number
 from benchmarks.plan_trace import (
+    COVERAGE,
+    RANGES,
     SHIPPED,
     Adapter,
     Foreign,
     Scored,
     calibrate,
+    find_range,
     foreign_of,
+    format_ranges,
     job_of,
     machine_of,
     main,
@@ -27,8 +33,10 @@ from benchmarks.plan_trace import (
     predict,
     recompute_keys,
     report,
+    set_error_ranges,
 )
 from weft.estimate.cost import Attention, Collective, Hardware, Matmul, StageWork, Work
+from weft.estimate.error_ranges import load_error_ranges
 from weft.planning.devices import get_device
 from weft.planning.plan import Plan
 
@@ -194,17 +202,15 @@ def test_unpublished_recomputation_is_the_least_that_fits() -> None:
     row = dict(ROWS)["published_runs.csv:2"]
     layout = replace(job_of(row)[2], activation_checkpoint="auto")
     dense = defaultdict(str)
-    modes = [recompute_keys(dense, layout, tried) for tried in range(4)]
-    assert modes[0] == {"mode": "none"}
-    assert modes[-1] == {"mode": "full"}
-    assert [keys.get("every_n_layers") for keys in modes] == [None, 4, 2, None]
+    assert recompute_keys(dense, layout) == {"mode": "none"}
+    assert recompute_keys(dense, layout, "full") == {"mode": "full"}
     experts = defaultdict(str, num_experts="8")
-    assert recompute_keys(experts, layout, 3) == {"mode": "none"}
+    assert recompute_keys(experts, layout, "full") == {"mode": "none"}
 
 
-def scored(measured: float, predicted: float, source: str = "a", error: float = 0.25) -> Scored:
+def scored(measured: float, predicted: float, source: str = "a") -> Scored:
     fields = ("line", "a", "system", "group", "device", "choice")
-    row = Scored(*fields, measured, predicted, 0.0, 0.0, error, 1.0, {})
+    row = Scored(*fields, measured, predicted, 0.0, 0.0, 1.0, {})
     return replace(row, source=source)
 
 
@@ -217,9 +223,39 @@ def test_calibration_leaves_the_row_out() -> None:
     assert (result["rows"], result["skipped"], result["reasons"]) == (4, 2, {"no time": 2})
     assert result["sources"]["a"]["median"] == pytest.approx(0.1)
     assert result["sources"]["a"]["bias"] == pytest.approx(0.1)
-    # Within the plan's error is the time, the inverse of the speed.
-    assert result["sources"]["a"]["covered"] == pytest.approx(2 / 3)
+    # The other source took twice the predicted time; this one took half, or a little more.
+    assert result["sources"]["a"]["covered"] == 0
     assert result["sources"]["b"]["covered"] == 0
+    # Ranks 1.5, 3, 0, 1.5 of measured speeds, and 2, 3, 1, 0 of predicted ones.
+    assert result["rank_correlation"]["sets"] == 1
+    assert result["rank_correlation"]["mean"] == pytest.approx(3 / math.sqrt(4.5 * 5))
+
+
+def test_range_has_nine_of_ten_further_rows_and_is_not_symmetric() -> None:
+    ratios = [1 + 0.01 * i for i in range(-5, 34)]  # 39: two of 40 are outside on each side
+    low, high = find_range(ratios)
+    assert (low, high) == pytest.approx((1 + 0.01 * -4, 1 + 0.01 * 32))
+    assert find_range(ratios[:5]) == (min(ratios[:5]), max(ratios[:5]))
+    random = np.random.default_rng(0)
+    inside = [
+        low <= further <= high
+        for *known, further in random.lognormal(0.1, 0.3, (4000, 40))
+        for low, high in [find_range(known)]
+    ]
+    assert np.mean(inside) == pytest.approx(COVERAGE, abs=0.015)
+
+
+def test_ranges_of_the_product_are_those_of_other_sources(tmp_path: Path) -> None:
+    group = [
+        replace(scored(100, 100 + i, source), group="experts") for i, source in enumerate("abc")
+    ]
+    set_error_ranges(group)
+    assert group[0].error_range == (1.01, 1.02)
+    assert group[2].error_range == (1.0, 1.01)
+    every = [replace(row, group=name) for row in group for name in RANGES.values()]
+    data = tomllib.loads(format_ranges(every))
+    assert data["experts"] == {"rows": 3, "sources": 3, "low": 1.0, "high": 1.02}
+    assert data.keys() == load_error_ranges().keys()
 
 
 def test_torchtitan_run_is_predicted_by_the_trace() -> None:

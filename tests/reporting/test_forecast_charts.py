@@ -256,7 +256,7 @@ def test_memory_chart_names_its_microbatches() -> None:
 def test_time_bar_parts_are_those_of_the_step(layout: str) -> None:
     _, _, prediction = predicted(layout)
     assert prediction.time_breakdown is not None
-    boxes = part(time_bar(prediction.time_breakdown, prediction.error))["boxes"]
+    boxes = part(time_bar(prediction.time_breakdown, prediction.error_range))["boxes"]
     elapsed = {name: seconds for name, seconds in prediction.time_breakdown.items() if seconds > 0}
     total = prediction.time_breakdown.total()
     assert {box["name"]: box["width"] for box in boxes} == {

@@ -19,6 +19,13 @@ from weft.estimate.cost import (
     pipeline_spans,
     step_seconds,
 )
+from weft.estimate.error_ranges import (
+    ErrorRange,
+    find_error_range,
+    group_label,
+    group_of_plan,
+    load_error_ranges,
+)
 from weft.estimate.trace import RankTrace, collective_bytes, trace_ranks
 from weft.estimate.trace_cache import load_or_compute
 from weft.estimate.trace_memory import (
@@ -35,10 +42,6 @@ from weft.planning.plan import Machine, Plan
 # Outside PyTorch's allocator.  GPU: the CUDA context (0.5 GiB) and NCCL's buffers; CPU: the
 # interpreter with PyTorch.
 OUTSIDE_ALLOCATOR, OUTSIDE_CPU_ALLOCATOR = int(1.25 * GIB), int(0.4 * GIB)
-# Relative error that nine of ten published runs of FSDP2 programs stay within; docs/planner.md.
-ERROR, CALIBRATED_ERROR, LOW_CONFIDENCE_ERROR = 0.25, 0.17, 0.5
-# TorchTitan's three runs of 405B with context parallelism: 51, 65 and 106 %.
-CONTEXT_PARALLEL_ERROR = 1.1
 # On more nodes, networks of different clusters are not comparable; see docs/planner.md.
 KNOWN_NODES = 32
 
@@ -58,7 +61,7 @@ class Forecast:
 
     ``memory``: of the fullest rank, ``rank``; ``live_peaks``: peak of live bytes of each pipeline
     rank; ``capacity_bytes``: memory of one device, None if unknown; ``time_breakdown``: seconds of
-    the slowest rank by cause, None for an unknown device; ``error``: relative error of the time;
+    the slowest rank by cause, None for an unknown device; ``error_range``: of its time;
     ``timeline``: actions of the pipeline, None without a pipeline or a time.
     """
 
@@ -70,9 +73,14 @@ class Forecast:
     outside_bytes: int
     time_breakdown: Seconds | None
     communication: dict[str, AxisCommunication]
-    error: float
+    error_range: ErrorRange
     caveats: tuple[str, ...]
     timeline: tuple[Span, ...] | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative error of the time: the larger side of its range."""
+        return self.error_range.error
 
     @property
     def needed_bytes(self) -> int:
@@ -174,6 +182,9 @@ class Forecast:
             "device_hours": self.device_hours,
             "seconds": None if self.time_breakdown is None else dict(self.time_breakdown),
             "error": self.error,
+            "step_seconds_range": None
+            if self.step_seconds is None
+            else [self.step_seconds * factor for factor in self.error_range],
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
@@ -246,18 +257,10 @@ def price_traces(
         outside,
         time_breakdown,
         communication_by_axis(rank_traces[index], time_breakdown),
-        find_error(plan, device, caveats),
+        find_error_range(plan, device, count_nodes(plan, device) > KNOWN_NODES),
         caveats,
         timeline,
     )
-
-
-def find_error(plan: Plan, device: Device | None, caveats: Sequence[str]) -> float:
-    """Return the relative error of a predicted time that has these caveats."""
-    error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
-    if caveats:
-        error = max(error, CONTEXT_PARALLEL_ERROR if plan.cp > 1 else LOW_CONFIDENCE_ERROR)
-    return error
 
 
 def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
@@ -270,19 +273,24 @@ def find_caveats(plan: Plan, device: Device | None) -> tuple[str, ...]:
             f"the figures of {device.name} are data sheets'; weft never ran there, so the error "
             "was not measured"
         )
-    if device is not None and plan.cp > 1:
-        caveats.append("predictions for context parallelism were up to 106 % too fast")
-    if device is not None and plan.num_active_params < plan.num_params:
-        caveats.append("experts were not measured, and are assumed to be perfectly balanced")
-    if device is not None and plan.lora_rank:
+    group = group_of_plan(plan)
+    if device is not None and group != "dense":
+        low, high = load_error_ranges()[group]
         caveats.append(
-            "published fine-tuning runs with adapters were up to 30 % faster than predicted"
+            f"nine of ten published runs with {group_label(group)} took {low:.2f} to {high:.2f} "
+            "times the predicted time"
         )
-    linked = build_hardware(plan, device).linked_devices if device is not None else 1
-    nodes = plan.world_size // linked
+    if device is not None and plan.num_active_params < plan.num_params:
+        caveats.append("experts are assumed to be perfectly balanced")
+    nodes = count_nodes(plan, device)
     if nodes > KNOWN_NODES:
         caveats.append(f"the network was not measured on {nodes} nodes")
     return tuple(f"low confidence: {caveat}" for caveat in caveats)
+
+
+def count_nodes(plan: Plan, device: Device | None) -> int:
+    """Return the nodes of a plan; a linked rack is one."""
+    return plan.world_size // (build_hardware(plan, device).linked_devices if device else 1)
 
 
 def communication_by_axis(
@@ -315,7 +323,7 @@ def forecast_to_json(
     """
     hours = prediction.device_hours
     cost = {} if price is None or hours is None else {"cost": hours * price}
-    run = predict_whole_run(prediction.plan, prediction.step_seconds, prediction.error, mtbf)
+    run = predict_whole_run(prediction.plan, prediction.step_seconds, prediction.error_range, mtbf)
     whole_run = {"whole_run": None if run is None else run.to_dict(price)}
     values = json.loads(plan.to_json()) | prediction.to_dict() | cost | whole_run
     return json.dumps(values, indent=2)

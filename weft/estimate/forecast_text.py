@@ -74,8 +74,9 @@ def verdict(
     speed = "not predicted: the speed of this device is unknown"
     if prediction.step_seconds is not None:
         step = format_seconds(prediction.step_seconds)
-        speed = f"{prediction.tokens_per_second_per_device:,.0f} tokens/s per device "
-        speed += f"(within {prediction.error:.0%}), {step} per step"
+        tokens = prediction.tokens_per_second_per_device or 0.0
+        slow, fast = sorted(tokens / factor for factor in prediction.error_range)
+        speed = f"{tokens:,.0f} tokens/s per device ({slow:,.0f} to {fast:,.0f}), {step} per step"
         speed += "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
     rows = [["memory", text], ["speed", speed]]
     return rows + run_rows(prediction, price, mtbf)
@@ -86,7 +87,7 @@ def run_rows(
 ) -> list[list[str]]:
     """Return the whole run as rows of a name and a text; for arguments see `verdict`."""
     plan = prediction.plan
-    run = predict_whole_run(plan, prediction.step_seconds, prediction.error, mtbf)
+    run = predict_whole_run(plan, prediction.step_seconds, prediction.error_range, mtbf)
     if not plan.num_steps:
         return []
     tokens = format_count(plan.num_steps * plan.tokens_per_step)

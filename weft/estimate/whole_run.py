@@ -181,14 +181,17 @@ def count_steps(plan: Plan, num_tokens: int) -> int:
 
 
 def predict_whole_run(
-    plan: Plan, step_seconds: float | None, error: float, mtbf: float | None = None
+    plan: Plan,
+    step_seconds: float | None,
+    error_range: tuple[float, float],
+    mtbf: float | None = None,
 ) -> WholeRun | None:
     """Return the whole run of a plan.
 
     Args:
         plan: its ``num_steps`` are those of the run.
         step_seconds: of a step; None: unknown.
-        error: relative error of the speed.
+        error_range: factors of that time, between which it lies.
         mtbf: mean seconds between failures of the whole job; None: no failures.
 
     Returns:
@@ -197,8 +200,7 @@ def predict_whole_run(
     if step_seconds is None or not plan.num_steps:
         return None
     seconds = step_seconds * plan.num_steps
-    ratio = 1 + error
-    bounds = Bounds(seconds, seconds / ratio, seconds * ratio)
+    bounds = Bounds(seconds, *(seconds * factor for factor in error_range))
     failures = None if mtbf is None else predict_failures(plan, bounds, mtbf)
     num_tokens = plan.num_steps * plan.tokens_per_step
     return WholeRun(plan.num_steps, num_tokens, plan.world_size, bounds, failures)

@@ -57,7 +57,7 @@ def forecast_page(prediction: Forecast, recipe: str, machine_text: str) -> bytes
     """
     sections = []
     if prediction.time_breakdown is not None:
-        sections.append(time_bar(prediction.time_breakdown, prediction.error))
+        sections.append(time_bar(prediction.time_breakdown, prediction.error_range))
         if prediction.timeline is not None:
             total = prediction.time_breakdown.total()
             sections.append(pipeline_chart(prediction.timeline, total))
@@ -266,7 +266,7 @@ def label_passes(prediction: Forecast) -> dict[OpLocation, str]:
 
 def time_bar(
     seconds: Mapping[str, float],
-    error: float | None,
+    error_range: tuple[float, float] | None,
     name: str = "time",
     heading: str = "Time breakdown of a step",
 ) -> Section:
@@ -274,7 +274,7 @@ def time_bar(
 
     Args:
         seconds: seconds of a step by cause.
-        error: relative error of a prediction; None: measured.
+        error_range: factors of a predicted time, between which it lies; None: measured.
         name: id of the chart in its page.
         heading: heading of the section.
     """
@@ -290,7 +290,8 @@ def time_bar(
         (cause for cause in amounts if cause != "compute"), key=seconds.__getitem__, default=""
     )
     largest_note = f"; most of it is {largest} ({seconds[largest] / total:.1%})" * bool(largest)
-    tolerance = "" if error is None else f" (within {error:.0%})"
+    bounds = [format_ms(total * factor) for factor in error_range or ()]
+    tolerance = f" ({' to '.join(bounds)})" if bounds else ""
     sentence = (
         f"Of {format_ms(total)}{tolerance}, {seconds.get('compute', 0.0) / total:.1%} is compute. "
         f"Another layout may reduce the rest{largest_note}."

@@ -137,7 +137,7 @@ def chart_sections(run_forecast: RunForecast) -> Iterator[Section]:
     if prediction is not None and prediction.time_breakdown is not None:
         yield time_bar(
             prediction.time_breakdown,
-            prediction.error,
+            prediction.error_range,
             heading="Time breakdown of a step, predicted",
         )
     if plan is not None and plan.pipeline is not None:
