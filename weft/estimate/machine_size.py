@@ -252,7 +252,7 @@ class _DeadlineSearch:
             raise InvalidConfig([ConfigError("--days", f"{self.deadline / 86400:g}", rule, remedy)])
         if self.tokens is not None:
             plan = replace(plan, num_steps=count_steps(plan, self.tokens))
-        run = predict_whole_run(plan, seconds, 0.0, self._mtbf(count))
+        run = predict_whole_run(plan, seconds, (1.0, 1.0), self._mtbf(count))
         if run is None:
             rule, remedy = "needs the length of the run", "add --tokens, such as --tokens 15T"
             raise InvalidConfig([ConfigError("--days", f"{self.deadline / 86400:g}", rule, remedy)])
