@@ -205,8 +205,8 @@ def render(tree: Json) -> str:
             "float32, computation in bfloat16. *LoRA* trains adapters of rank 16 on all matrices "
             "of the blocks, *QLoRA* the same on weights in 4 bits. These are the recipes `chat`, "
             "`lora` and `qlora`: sequences of 2,048 tokens, microbatches of one sequence, "
-            "batches of 512, recomputation of all blocks. FSDP shards the weights over all GPUs. From 8 GPUs on, "
-            "the experts of a model are split over 8."
+            "batches of 512, recomputation of all blocks. FSDP shards the weights over all GPUs. "
+            "From 8 GPUs on, the experts of a model are split over 8."
         ),
         _fill(
             "All figures are predictions, not measurements: estimates from traced pieces of a "

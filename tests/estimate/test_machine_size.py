@@ -148,6 +148,7 @@ def test_fewest_nodes_with_failures_are_more_and_fail_as_often_per_node() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fewest_nodes_that_fit_are_more_than_those_in_time() -> None:
     keys = WIDE | {"model.num_layers": "6"}
     cluster, planner = parse_cluster("1x1xRTX-4090"), planner_of("demo", SMALL | keys)
@@ -223,6 +224,7 @@ def test_smallest_machine_fits_and_no_smaller_one_does(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_smallest_machine_skips_sizes_that_the_rules_refuse() -> None:
     keys = WIDE | {"model.num_layers": "12", "train.global_batch_size": "3"}
     sized = smallest_machine(parse_cluster("6xRTX-4090"), planner_of("demo", SMALL | keys))
@@ -277,6 +279,7 @@ def test_plan_size_mistakes_are_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("recipe", "cluster", "days", "tokens"),
     [
@@ -291,6 +294,7 @@ def test_fewest_nodes_of_recipes(recipe: str, cluster: str, days: float, tokens:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
