@@ -8,7 +8,7 @@ import pytest
 
 from weft.estimate.cost import Collective, Matmul, Work, build_hardware, device_spec
 from weft.estimate.forecast import forecast
-from weft.estimate.pieces import HEAD, Pieces, UnitWork, interpolate, piece_plan
+from weft.estimate.pieces import HEAD, PieceEstimate, Pieces, UnitWork, interpolate, piece_plan
 from weft.planning.plan import Machine, Plan
 from weft.planning.plan_text import plan_recipe
 
@@ -158,3 +158,41 @@ def test_microbatches_are_linear_in_their_sequences() -> None:
     assert sum(op.times for op in unit.backward.matmuls) == 12
     assert unit.backward.traffic_bytes == 12.0
     assert unit[2:] == (60.0, 1.0, 8.0)
+
+
+@pytest.mark.parametrize("text", ["", "parallel.tp=2", "precision.float8=tensorwise"])
+def test_full_recomputation_is_that_of_a_recording(text: str) -> None:
+    """Its piece comes from one without recomputation."""
+    text = f"activation_checkpoint.mode=full train.microbatch_size=1 {text}"
+    plan, machine = plan_of("llama3-8b-8gpu", text)
+    device = device_spec(plan, machine)
+    assert device is not None
+    pieces, hardware = Pieces(device), build_hardware(plan, device)
+    composed = pieces.estimate(plan)
+    recorded = PieceEstimate(plan, pieces._sized(plan), pieces.cost(plan))
+    seconds = [each.step_seconds(hardware).total() for each in (composed, recorded)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.07)
+    assert composed.live_bytes() == pytest.approx(recorded.live_bytes(), rel=0.1)
+
+
+def test_floors_are_below_estimates_and_near_that_of_the_plain_layout() -> None:
+    layouts = (
+        "train.microbatch_size=1",
+        "train.microbatch_size=2 activation_checkpoint.mode=full",
+        "train.microbatch_size=1 parallel.tp=2",
+        "train.microbatch_size=1 parallel.pp=2 pipeline.schedule=1F1B",
+        "train.microbatch_size=1 parallel.dp_replicate=4 parallel.dp_shard=2",
+    )
+    ratios = []
+    pieces = None
+    for text in layouts:
+        plan, machine = plan_of("llama3-8b-8gpu", text)
+        device = device_spec(plan, machine)
+        assert device is not None
+        pieces, hardware = pieces or Pieces(device), build_hardware(plan, device)
+        seconds = pieces.estimate(plan).step_seconds(hardware).total()
+        ratios.append(pieces.floor_seconds(plan, hardware) / seconds)
+    assert max(ratios) < 1.02, ratios
+    assert ratios[0] > 0.7, ratios
+    assert pieces is not None
+    assert len(pieces._floors) == 1  # two recordings are enough for all

@@ -220,7 +220,7 @@ def show_forecast(
     from weft.estimate.advice import advise
     from weft.estimate.cost import device_spec
     from weft.estimate.forecast import forecast, forecast_to_json
-    from weft.estimate.forecast_text import render_plan
+    from weft.estimate.forecast_text import advice_lines, render_plan
     from weft.estimate.whole_run import count_steps
     from weft.planning.plan_text import describe_machine
     from weft.reporting.forecast_charts import forecast_page
@@ -241,9 +241,12 @@ def show_forecast(
         return
     if sized:
         print(f"{sized.reason}\n--cluster {sized.cluster}\n")
-    advice = [] if device is None else advise(plan, machine, device, prediction, cached=True)
     asked = options.price, mtbf
-    print(render_plan(plan, machine, options.recipe, prediction, advice, *asked))
+    print(render_plan(plan, machine, options.recipe, prediction, None, *asked), flush=True)
+    # It takes longer than the forecast, so the forecast is there first.
+    advice = [] if device is None else advise(plan, machine, device, prediction, cached=True)
+    for line in advice_lines(prediction, advice):
+        print(line)
 
 
 def search_layouts(options: argparse.Namespace, plan: Plan, machine: Machine) -> int:
@@ -256,7 +259,8 @@ def search_layouts(options: argparse.Namespace, plan: Plan, machine: Machine) ->
             line = f"\r\033[K{escape_controls(text)}"
             print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
-    result = search(plan, machine, log=show_status)
+    fixed = {key for key, _ in options.overrides}
+    result = search(plan, machine, log=show_status, fixed=fixed)
     show_status("")
     print(json.dumps(result.to_dict(), indent=2) if options.json else render_search(result))
     if options.write and result.winner:

@@ -1,17 +1,17 @@
 """Suggest changes of a recipe that make it fit or make it faster.
 
-`weft.estimate.analytic` estimates the relative effect of a change, of one key or of several that
-belong together, and the traced numbers are scaled by it.  The error is usually below 10 %.  That is
-too much for a plan that does not fit: every suggestion is then traced, and those that do not fit
-are dropped.  Models without formulas (adapters, experts) are estimated by `weft.estimate.pieces`,
-which takes seconds, if they do not fit.
+Traced blocks (`weft.estimate.pieces`) estimate the relative effect of a change, of one key or of
+several that belong together, and the traced numbers are scaled by it.  The error is usually below
+5 %.  That is too much for a plan that does not fit: every suggestion is then traced, and those that
+do not fit are dropped.  A recording of blocks takes half a second, so a change of a plan that fits
+is not estimated if the floor of its time (`Pieces.floor_seconds`) is no speedup.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 from weft.config.errors import InvalidConfig
 from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import DecoderFormulas, supports_formulas
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
 from weft.estimate.pieces import Pieces, supports_pieces
@@ -42,7 +41,7 @@ class Advice:
     """A change of a recipe, and its effect.
 
     ``speedup``: relative, 0.2 is 20 % faster.  ``memory_bytes``: needed per device.  ``is_traced``:
-    the numbers come from a trace, not from arithmetic.
+    the numbers come from a trace of the step, not from those of blocks.
     """
 
     change: Change
@@ -63,23 +62,34 @@ def advise(
     """Return the best changes: the fastest that fit, or the cheapest that make it fit.
 
     The changes for a plan that does not fit were traced, and fit.  The list is empty if nothing
-    helps, or if the plan fits and arithmetic does not support the model.  ``cached``: keep traces
-    on disk.
+    helps, and for models that are not decoders of weft's.  ``cached``: keep traces on disk.
     """
+    if not supports_pieces(plan):
+        return []
     job = plan.job
     # Keep the number of ranks, so that a change is not credited with additional ranks.
     local = plan.local_world_size
     machine = replace(machine, world_size=plan.world_size, local_world_size=local)
-    estimate = _find_estimator(plan, device, prediction, cached)
-    if estimate is None:
-        return []
+    pieces, hardware = Pieces(device, cached), build_hardware(plan, device)
+
+    def estimate(plan: Plan) -> tuple[float, float]:
+        result = pieces.estimate(plan)
+        return result.step_seconds(hardware).total(), result.memory_bytes()
+
     baseline = estimate(plan)
+    fits = prediction.fits is not False
 
     def evaluate(changes: Iterator[Change]) -> list[Advice]:
         results = []
         for change in changes:
             try:
-                seconds, size = estimate(resolve(apply_change(job, change), machine))
+                changed = resolve(apply_change(job, change), machine)
+                if not supports_pieces(changed):
+                    continue
+                limit = (1 + MIN_SPEEDUP) * pieces.floor_seconds(changed, hardware)
+                if fits and limit > baseline[0]:
+                    continue
+                seconds, size = estimate(changed)
             except (InvalidConfig, ValueError):
                 continue
             needed = (prediction.needed_bytes - prediction.outside_bytes) * size / baseline[1]
@@ -89,7 +99,7 @@ def advise(
         return sorted(results, key=lambda a: (-round(a.speedup, 3), len(a.change)))
 
     single_changes = evaluate(candidate_changes(plan, machine))
-    if prediction.fits is not False:
+    if fits:
         capacity = prediction.capacity_bytes or math.inf
         fitting = [a for a in single_changes if a.memory_bytes <= capacity]
         return _drop_supersets([a for a in fitting if a.speedup >= MIN_SPEEDUP])[:MAX_ADVICE]
@@ -103,10 +113,8 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
     """Yield single changes to evaluate."""
     job = plan.job
     for kind in ("none", "selective", "full"):
-        # Arithmetic does not model selective recomputation with tensor parallelism.
         change = checkpoint_change(job, kind)
-        is_new = kind != plan.activation_checkpoint.mode or len(change) > 1
-        if is_new and (kind != "selective" or plan.tp == 1):
+        if kind != plan.activation_checkpoint.mode or len(change) > 1:
             yield change
     microbatch_size = plan.microbatch_size
     for size in sorted(
@@ -139,6 +147,8 @@ def candidate_changes(plan: Plan, machine: Machine) -> Iterator[Change]:
         for dtype in smaller_dtypes.get(plan.state_dtype, ()):
             yield {"optim.state_dtype": dtype}
     yield from mesh_changes(plan, linked_devices(machine, plan.local_world_size))
+    if plan.model.num_experts:
+        yield from expert_changes(plan, linked_devices(machine, plan.local_world_size))
 
 
 def checkpoint_change(job: Job, mode: str) -> Change:
@@ -166,6 +176,15 @@ def mesh_changes(plan: Plan, max_tp: int) -> Iterator[Change]:
                     | auto_shard
                     | (auto_reshard if job.parallel.reshard_after_forward != "auto" else {})
                 )
+
+
+def expert_changes(plan: Plan, linked: int) -> Iterator[Change]:
+    """Yield other degrees of expert parallelism, and exchanges in chunks."""
+    for degree in sorted({1, plan.ep // 2, 2 * plan.ep, linked} - {0, plan.ep}):
+        yield {"parallel.ep": degree}
+    if plan.ep > 1:
+        for chunks in {1, 2} - {plan.parallel.ep_chunks}:
+            yield {"parallel.ep_chunks": chunks}
 
 
 def can_use_float8(plan: Plan, machine: Machine) -> bool:
@@ -226,35 +245,3 @@ def _drop_supersets(advice_list: list[Advice]) -> list[Advice]:
         if not any(better.change.items() <= advice.change.items() for better in distinct):
             distinct.append(advice)
     return distinct
-
-
-# Seconds and bytes of a plan.
-Estimator = Callable[[Plan], tuple[float, float]]
-
-
-def _find_estimator(
-    plan: Plan, device: Device, prediction: Forecast, cached: bool
-) -> Estimator | None:
-    """Return formulas, or pieces if the plan does not fit; None if neither applies."""
-    compiled, hardware = plan.is_compiled, build_hardware(plan, device)
-
-    def by_formulas(plan: Plan) -> tuple[float, float]:
-        if not supports_formulas(plan):
-            raise ValueError("a change to what formulas do not describe")
-        seconds = DecoderFormulas(plan, device).step_seconds(hardware).total()
-        # A trace counts the same bytes for compiled and eager code, so compiling must not change
-        # them.
-        same = replace(plan, job=replace_sections(plan.job, compile={"enable": compiled}))
-        return seconds, sum(DecoderFormulas(same, device).estimate_memory().values())
-
-    if supports_formulas(plan):
-        return by_formulas
-    if prediction.fits is not False or not supports_pieces(plan):
-        return None
-    pieces = Pieces(device, cached)
-
-    def by_pieces(plan: Plan) -> tuple[float, float]:
-        estimate = pieces.estimate(plan)
-        return estimate.step_seconds(hardware).total(), estimate.memory_bytes()
-
-    return by_pieces

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from weft.config.accelerators import unit_of
 from weft.config.formatting import format_columns, format_count
 from weft.estimate.advice import Advice
-from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, cause_label
 from weft.estimate.op_recorder import OpLocation
+from weft.estimate.pieces import supports_pieces
 from weft.estimate.search import SearchResult, describe_layout, summarize_rejections
 from weft.estimate.whole_run import RESTART_SECONDS, Bounds, Failures, predict_whole_run
 from weft.planning.devices import GIB
@@ -26,13 +26,13 @@ def render_plan(
     machine: Machine,
     recipe: str,
     prediction: Forecast,
-    advice: Sequence[Advice],
+    advice: Sequence[Advice] | None = None,
     price: float | None = None,
     mtbf: float | None = None,
 ) -> str:
-    """Render verdict, plan, memory, step time, communication and advice.
+    """Render verdict, plan, memory, step time, communication, warnings and advice.
 
-    For ``price`` and ``mtbf`` see `verdict`.
+    For ``price`` and ``mtbf`` see `verdict`.  ``advice``: None leaves it out.
     """
     title, *plan_lines = describe_plan(plan, machine, recipe).splitlines()
     warnings = [line for line in plan_lines if line.startswith("warning:")]
@@ -48,8 +48,10 @@ def render_plan(
         lines += ["", f"peak live GiB per pipeline rank: {sizes}"]
     if prediction.communication:
         lines += ["", *communication_table(prediction)]
-    lines += ["", *advice_table(prediction, advice)]
-    return "\n".join([*lines, *(f"warning: {caveat}" for caveat in prediction.caveats), *warnings])
+    warnings = [*(f"warning: {caveat}" for caveat in prediction.caveats), *warnings]
+    lines += [""] * bool(warnings) + warnings
+    lines += [] if advice is None else advice_lines(prediction, advice)
+    return "\n".join(lines)
 
 
 def verdict(
@@ -233,14 +235,18 @@ def side_by_side(left: Sequence[str], right: Sequence[str]) -> list[str]:
     ]
 
 
+def advice_lines(prediction: Forecast, advice: Sequence[Advice]) -> list[str]:
+    """Return the table of advice after an empty line; nothing without advice."""
+    table = advice_table(prediction, advice)
+    return ["", *table] if table else []
+
+
 def advice_table(prediction: Forecast, advice: Sequence[Advice]) -> list[str]:
     """Return a table of the effects of changes on speed and memory."""
     if not advice:
         if prediction.fits is False:
             text = "no usual change, and no pair of them, makes it fit"
-            is_searchable = prediction.step_seconds is not None and supports_formulas(
-                prediction.plan
-            )
+            is_searchable = prediction.step_seconds is not None and supports_pieces(prediction.plan)
             return [f"{text}; use --search to try all layouts" if is_searchable else text]
         return []
     head = f"changes that make it {'fit' if prediction.fits is False else 'faster'}"

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 from weft.config.axes import FSDP_AXES
 from weft.config.schema import replace as replace_sections
-from weft.estimate.analytic import RESERVED_RATIO, peak_activations, split_layers
 from weft.estimate.cost import (
     Collective,
     Hardware,
@@ -40,8 +39,10 @@ from weft.estimate.cost import (
     Step,
     Work,
     WorkList,
+    collective_seconds,
     forward_passes,
     step_seconds,
+    work_seconds,
 )
 from weft.estimate.extrapolate import Extrapolation
 from weft.estimate.op_recorder import OUTSIDE_BLOCKS, Event, OpCall
@@ -67,11 +68,18 @@ from weft.planning.plan import Plan
 from weft.planning.sharding import expert_split, state_bytes_per_param
 from weft.training.loss import chunk_tokens
 
+# Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
+# traced steps measured 1.12 to 1.24.
+RESERVED_RATIO = 1.20
+
 Unit = str | int  # embedding, head, or a layer by its index
 EMBEDDING, HEAD = "embedding", "head"
 # Copies of a pattern of blocks that are recorded, of which the middle one counts.  Activations that
 # are offloaded stay on the device during the next blocks.
 COPIES, OFFLOAD_COPIES = 3, 5
+# Tokens per rank above which a floor is recorded with context parallelism: the recorder runs each
+# chunk of the loss.
+LONGEST_RECORDED = 16384
 
 
 class UnitWork(NamedTuple):
@@ -260,8 +268,8 @@ def _measure_memory(
 # --------------------------------------------------------------------------- microbatches
 
 
-def interpolate(one: Piece, two: Piece, size: int) -> Piece:
-    """Return the piece of a larger microbatch from those of one and of two sequences."""
+def interpolate(one: Piece, two: Piece, size: float) -> Piece:
+    """Return the piece of ``size`` times the sequences of ``one``; ``two`` has twice as many."""
     between = _interpolator(size)
     units = {
         unit: UnitWork(
@@ -274,11 +282,11 @@ def interpolate(one: Piece, two: Piece, size: int) -> Piece:
     return replace(one, units=units)
 
 
-def _interpolator(size: int) -> Callable[[float, float], float]:
+def _interpolator(size: float) -> Callable[[float, float], float]:
     return lambda a, b: a + (b - a) * (size - 1)
 
 
-def _interpolate_work(one: Work, two: Work, size: int) -> Work:
+def _interpolate_work(one: Work, two: Work, size: float) -> Work:
     """Return a work whose sizes are linear in the microbatch."""
     between = _interpolator(size)
     pairs = (one.matmuls, two.matmuls), (one.attention, two.attention)
@@ -315,6 +323,43 @@ def _repeat(work: Work, times: float) -> Work:
     )
 
 
+# --------------------------------------------------------------------------- recomputation
+
+
+def keeps_activations(plan: Plan) -> Plan:
+    """Return a plan without recomputation, if that of its blocks is arithmetic; else the plan."""
+    section = plan.activation_checkpoint
+    if section.mode != "full" or section.every_n_layers > 1 or section.offload:
+        return plan
+    job = replace_sections(plan.job, activation_checkpoint={"mode": "none"})
+    return replace(plan, job=job)
+
+
+def recompute(piece: Piece, input_bytes: float, stops_early: bool) -> Piece:
+    """Return the piece whose blocks run forward again before backward, and keep their inputs.
+
+    ``stops_early``: the last product, which backward does not need, does not run again.
+    """
+    units: dict[Unit, UnitWork] = {}
+    for name, unit in piece.units.items():
+        if isinstance(name, str):
+            units[name] = unit
+            continue
+        # The gather before backward serves the forward pass, too.
+        own = tuple(op for op in unit.forward.collectives if op.axis not in FSDP_AXES)
+        again = replace(unit.forward, collectives=own)
+        if stops_early:
+            sums = bool(own) and own[-1].axis == "tp"
+            again = replace(again, matmuls=again.matmuls[:-1], collectives=own[: len(own) - sums])
+        backward = again + unit.backward
+        backward = replace(backward, chunks=unit.forward.chunks + unit.backward.chunks)
+        peak = max(unit.forward_peak, unit.backward_peak + unit.saved - input_bytes)
+        units[name] = unit._replace(
+            backward=backward, saved=min(unit.saved, input_bytes), backward_peak=peak
+        )
+    return replace(piece, units=units)
+
+
 # --------------------------------------------------------------------------- layouts
 
 
@@ -331,6 +376,23 @@ def has_chunks(plan: Plan, size: int) -> bool:
     return chunk_tokens(tokens, plan.model.vocab_size // plan.tp, plan.is_compiled) < tokens
 
 
+class PassSeconds(NamedTuple):
+    """Seconds of a microbatch without exchanges: on the device, and of the host.
+
+    Each of the blocks forward, and of all units in both passes.
+    """
+
+    forward: float
+    both: float
+    host_forward: float
+    host_both: float
+
+
+def _recorded_cp(plan: Plan) -> int:
+    """Return the ranks per sequence with which a floor is recorded."""
+    return max(1, plan.seq_len // LONGEST_RECORDED)
+
+
 class Pieces:
     """Estimates of plans on one device; records pieces as plans need them."""
 
@@ -339,6 +401,7 @@ class Pieces:
         self.device, self.cached = device, cached
         self._pieces: dict[object, Piece] = {}
         self._costs: dict[object, TrainingCost] = {}
+        self._floors: dict[object, tuple[PassSeconds, PassSeconds]] = {}
 
     def estimate(self, plan: Plan) -> PieceEstimate:
         """Return the estimate of a plan.
@@ -347,6 +410,102 @@ class Pieces:
             ValueError: if the schedule does not allow the numbers.
         """
         return PieceEstimate(plan, self.piece(plan), self.cost(plan))
+
+    def floor_seconds(self, plan: Plan, hardware: Hardware) -> float:
+        """Return what a step takes at least.
+
+        It is the largest of FSDP's exchanges, of the time in which the host launches kernels, and
+        of everything else: products, traffic, exchanges of tensor and expert parallelism.  It needs
+        two recordings for all layouts in one precision: of one rank per sequence, without
+        recomputation.  More ranks for each sequence do the same work in smaller products.
+        """
+        key = plan.float8, plan.compile, plan.lora, plan.model, plan.seq_len, plan.objective
+        if key not in self._floors:
+            self._floors[key] = self._find_floor(plan, hardware)
+        one, two = self._floors[key]
+        size, recomputes = plan.microbatch_size, plan.activation_checkpoint.mode == "full"
+        forward, both, launch_forward, launch = (
+            a + max(0.0, b - a) * (size - 1) for a, b in zip(one, two, strict=True)
+        )
+        cp = _recorded_cp(plan)  # ranks of a sequence in the recording
+        seconds = cp * (both + forward * recomputes) / (plan.tp * plan.cp)
+        seconds += size * self._exchange_seconds(plan, hardware) / plan.cp
+        busy = float(plan.num_microbatches)
+        if plan.pp > 1 and not plan.splits_backward:  # the pipeline fills and drains
+            busy += (plan.pp - 1) / plan.stages_per_rank
+        host = (launch + launch_forward * recomputes) * plan.num_microbatches / plan.pp
+        return max(seconds * busy / plan.pp, host, self._sharding_seconds(plan, hardware))
+
+    def _exchange_seconds(self, plan: Plan, hardware: Hardware) -> float:
+        """Return what the exchanges of tokens take at least, for a sequence on a pipeline rank.
+
+        With tensor parallelism, attention and feed-forward each gather and reduce their tokens,
+        forward and backward.  Experts get and return them.
+        """
+        size = 2 * plan.seq_len * plan.model.dim
+        layers = plan.model.num_layers
+        seconds = 0.0
+        if plan.tp > 1 and not plan.async_tp:
+            op = Collective("all_gather", size, "tp", plan.tp)
+            seconds += 8 * layers * _transfer_seconds(op, hardware)
+        hides = plan.overlaps_dispatch or plan.parallel.ep_chunks > 1
+        if plan.ep > 1 and not hides:
+            split = plan.tp if plan.sequence_parallel else 1
+            sent = size * plan.model.active_experts / split
+            stride = 1 if plan.etp == 1 else plan.tp
+            op = Collective("all_to_all", sent, "ep", plan.ep, stride)
+            seconds += 4 * plan.model.num_moe_layers * _transfer_seconds(op, hardware)
+        return seconds
+
+    def _sharding_seconds(self, plan: Plan, hardware: Hardware) -> float:
+        """Return what FSDP's exchanges of a step take at least."""
+        if plan.fsdp_size == 1:
+            return 0.0
+        cost = self.cost(plan)
+        trained = cost.trainable_params / cost.num_params
+        experts = cost.expert_params if trained == 1 else 0.0
+        params = cost.num_params - experts * (1 - 1 / expert_split(plan))
+        params /= plan.tp * plan.pp
+        width = 1 if plan.float8_all_gather else 2
+        gather = Collective("all_gather", width * params, "dp_shard", plan.fsdp_size, plan.tp)
+        reduction = gather._replace(kind="reduce_scatter", bytes=2 * params * trained)
+        once = plan.reshard_after_forward is False
+        gathers = 1 if once else 2 * plan.num_microbatches
+        reductions = 1 if once or plan.gradient_sync == "step" else plan.num_microbatches
+        stride, size = plan.tp * plan.fsdp_size, reduction.bytes / plan.fsdp_size
+        replicas = Collective("all_reduce", size, "dp_replicate", plan.dp_replicate, stride)
+        seconds = sum(_transfer_seconds(op, hardware) for op in (reduction, replicas))
+        return gathers * _transfer_seconds(gather, hardware) + reductions * seconds
+
+    def _find_floor(self, plan: Plan, hardware: Hardware) -> tuple[PassSeconds, PassSeconds]:
+        """Return the seconds of microbatches of one and of two sequences without tp and ep."""
+        cp = _recorded_cp(plan)
+        parallel = {"tp": 1, "cp": cp, "ep": 1, "etp": "tp", "async_tp": False, "dp_shard": "auto"}
+        job = replace_sections(
+            plan.job,
+            parallel=parallel,
+            activation_checkpoint={"mode": "none", "offload": False},
+            train={"microbatch_size": 1},
+        )
+        whole = replace(plan, job=job, tp=1, cp=cp, ep=1, dp_shard=2)
+        one, two = (self._compute_seconds(whole, size, hardware) for size in (1, 2))
+        return one, two
+
+    def _compute_seconds(self, plan: Plan, size: int, hardware: Hardware) -> PassSeconds:
+        """Return the seconds of a microbatch of some sequences."""
+        piece = self._recorded(plan, size)
+        counts = Counter[Unit](map(piece.kind, range(plan.model.num_layers)))
+        forward, both = Seconds(), Seconds()
+        for name, times in [*counts.items(), (EMBEDDING, 1), (HEAD, 1)]:
+            unit = piece.units[name]
+            for work in (unit.forward, unit.backward):
+                spent = work_seconds(replace(work, collectives=()), hardware)
+                host = spent.pop("host", 0.0)
+                parts = Seconds(compute=spent.total(), host=host + spent.total() if host else 0.0)
+                both.add(parts, times)
+                if work is unit.forward and not isinstance(name, str):
+                    forward.add(parts, times)
+        return PassSeconds(forward["compute"], both["compute"], forward["host"], both["host"])
 
     def cost(self, plan: Plan) -> TrainingCost:
         """Return the `plan_cost` of a plan."""
@@ -357,13 +516,31 @@ class Pieces:
 
     def piece(self, plan: Plan) -> Piece:
         """Return the piece of a plan's blocks."""
+        kept = keeps_activations(plan)
+        piece = self._sized(kept)
+        if kept is plan:
+            return piece
+        split = plan.cp * (plan.tp if plan.sequence_parallel else 1)
+        width = 4 if plan.compute_dtype == "float32" else 2
+        size = width * plan.microbatch_size * plan.seq_len * plan.model.dim / split
+        # A product of experts, or in float8, saves its inputs only after it has run.
+        saves_first = not plan.model.num_experts and plan.float8 == "none"
+        stops_early = saves_first and not (plan.is_compiled and plan.has_graph_breaks)
+        return recompute(piece, size, stops_early)
+
+    def _sized(self, plan: Plan) -> Piece:
+        """Return the piece of a plan, recorded or interpolated from half and quarter of its size.
+
+        Sizes whose loss is computed in as many chunks have the same operators.
+        """
         size = plan.microbatch_size
-        if size <= 2 or len({has_chunks(plan, n) for n in (1, 2, size)}) > 1:
+        like = [n for n in (1, 2, 4) if has_chunks(plan, n) == has_chunks(plan, size)]
+        if size <= 2 or not like or 2 * like[0] >= size:
             return self._recorded(plan, size)
         key = self._key(plan), size
         if key not in self._pieces:
-            one, two = self._recorded(plan, 1), self._recorded(plan, 2)
-            self._pieces[key] = interpolate(one, two, size)
+            one, two = self._recorded(plan, like[0]), self._recorded(plan, 2 * like[0])
+            self._pieces[key] = interpolate(one, two, size / like[0])
         return self._pieces[key]
 
     def _recorded(self, plan: Plan, size: int) -> Piece:
@@ -537,18 +714,9 @@ class PieceEstimate:
 
     def _rank_bytes(self, order: list[Action]) -> tuple[float, float]:
         """Return the bytes of states, and those that come and go, at the peak of a rank."""
-        plan = self.plan
-        states = self._rank_params(order) * state_bytes_per_param(
-            plan.job,
-            self.cost,
-            plan.fsdp_size,
-            has_unsharded_params=self.zero == 2,
-            has_unsharded_gradients=plan.gradient_sync == "step" and plan.num_microbatches > 1,
-            compute_bytes=4 if plan.compute_dtype == "float32" else 2,
-            ep=expert_split(plan),
-        )
+        states = self._rank_params(order) * state_bytes(self.plan, self.cost)
         saved = [sum(self.unit(name).saved for name in units) for units in self.stages]
-        activations, _ = peak_activations(order, saved, [0.0] * len(saved))
+        activations = peak_activations(order, saved)
         growing = max(
             self._peak_in_stage(self.stages[s], activations) for s in stage_indices(order)
         )
@@ -570,6 +738,59 @@ class PieceEstimate:
         if self.plan.overlaps_dispatch:  # see `trace_memory.add_paired_passes`
             peak += max(self.unit(name).forward_peak for name in units)
         return peak
+
+
+def state_bytes(plan: Plan, cost: TrainingCost) -> float:
+    """Return the bytes of states per parameter of a pipeline and tensor-parallel rank."""
+    shards = plan.fsdp_size
+    return state_bytes_per_param(
+        plan.job,
+        cost,
+        shards,
+        has_unsharded_params=shards > 1 and plan.reshard_after_forward is False,
+        has_unsharded_gradients=plan.gradient_sync == "step" and plan.num_microbatches > 1,
+        compute_bytes=4 if plan.compute_dtype == "float32" else 2,
+        ep=expert_split(plan),
+    )
+
+
+def split_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each stage, as even as possible.
+
+    The first and last stages give up one layer each, for embedding and head, if that makes the
+    split even.
+    """
+    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
+        per_stage = (layers + 2) // stages
+        return [per_stage - 1, *[per_stage] * (stages - 2), per_stage - 1]
+    # The middle stages take the remainder, because the ends have embedding and head.
+    counts = [layers // stages] * stages
+    first = (stages - layers % stages + 1) // 2
+    for stage in range(first, first + layers % stages):
+        counts[stage] += 1
+    return counts
+
+
+def peak_activations(order: list[Action], saved: Sequence[float]) -> float:
+    """Return the most bytes of saved activations on a rank.
+
+    Args:
+        order: actions of the rank, in the order of their execution.
+        saved: bytes of a microbatch by stage, from its forward to its backward.
+    """
+    peak = current = 0.0
+    for stage, kind, _ in order:
+        if kind == "F":
+            current += saved[stage]
+            peak = max(peak, current)
+        elif kind in ("B", "W"):  # an entire backward pass, or its second half
+            current -= saved[stage]
+    return peak
+
+
+def _transfer_seconds(op: Collective, hardware: Hardware) -> float:
+    """Return the seconds of a collective without its latency."""
+    return collective_seconds(op, hardware) - collective_seconds(op._replace(bytes=1), hardware)
 
 
 def _sync_works(collectives: Counter[Collective]) -> WorkList:

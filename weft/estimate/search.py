@@ -1,11 +1,17 @@
 """Search for the fastest layout that fits.
 
-The search enumerates meshes, microbatch sizes, schedules, recomputation and precision.  Formulas
-(`weft.estimate.analytic`) estimate memory and time of each in a millisecond, and leave those that
-may fit, sorted by time.  `resolve` plans the best of them, and a trace predicts them; the search
-reports traced numbers only.  If a traced layout does not fit, similar ones are assumed to need as
-much more, and are skipped if that is too much.  At most `MAX_TRACED` layouts are traced, and
-proportionally fewer in the other precision.
+The search enumerates meshes, expert parallelism, microbatch sizes, schedules, recomputation and
+precision: thousands of layouts.  Traced blocks (`weft.estimate.pieces`) estimate time and memory of
+one, but a recording of blocks takes half a second.  So the search is best first: each layout begins
+with a floor of its time, its products and kernels alone, and only the layout with the lowest number
+is estimated, until the lowest number is an estimate.  Layouts whose states alone do not fit are not
+estimated at all.
+
+`resolve` plans the best layouts, and a trace predicts them; the search reports traced numbers only.
+If a traced layout does not fit, similar ones are assumed to need as much more, and are skipped if
+that is too much.  At most `MAX_TRACED` layouts are traced, and proportionally fewer in the other
+precision.  The winner is then improved by changes that do not concern its mesh, as long as one
+helps.
 
 *Precision* is the recipe's, and also float8 if the device supports it (or bfloat16 if the recipe
 has float8).  The other precision changes the computed numbers, not only the speed.  Such layouts
@@ -17,6 +23,8 @@ Every rejected layout has a reason: a rule, memory, or time.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import multiprocessing
 import os
@@ -24,27 +32,30 @@ import shlex
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from weft.config.errors import ConfigError, InvalidConfig
-from weft.config.schema import Job
+from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.schema import Job, flatten
 from weft.config.schema import replace as replace_sections
 from weft.config.writer import to_toml
 from weft.estimate.advice import can_use_float8
-from weft.estimate.analytic import DecoderFormulas, supports_formulas
-from weft.estimate.cost import build_hardware
+from weft.estimate.cost import Hardware, build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
+from weft.estimate.pieces import Pieces, state_bytes, supports_pieces
 from weft.planning.degrees import ParallelDims, divisors
 from weft.planning.devices import GIB, Device, find_device, linked_devices
+from weft.planning.dispatch_rules import check_dispatch
+from weft.planning.lora_plan import plan_cost
 from weft.planning.pipeline_schedule import SCHEDULES
 from weft.planning.plan import Machine, PipelinePlan, Plan, Stage
 from weft.planning.resolve import resolve
-from weft.planning.sharding import resolve_reshard
+from weft.planning.rules import check_layout
+from weft.planning.sharding import resolve_gradient_sync, resolve_reshard
 from weft.version import __version__
 
 # Fitting layouts to trace in the recipe's precision and in the other one; the most to trace in the
@@ -79,6 +90,12 @@ class Candidate:
     def precision(self) -> str:
         """Value of ``precision.float8``."""
         return self.plan.float8
+
+    @property
+    def key_without_recomputation(self) -> object:
+        """Key of candidates that differ only in what they recompute."""
+        changes = {k: v for k, v in self.changes.items() if k != "activation_checkpoint"}
+        return repr(changes)
 
     @property
     def memory_class(self) -> object:
@@ -140,7 +157,10 @@ class SearchResult:
 
 
 def search(
-    plan: Plan, machine: Machine, log: Callable[[str], None] = lambda text: None
+    plan: Plan,
+    machine: Machine,
+    log: Callable[[str], None] = lambda text: None,
+    fixed: Collection[str] = (),
 ) -> SearchResult:
     """Search layouts of the job's model and global batch size on a machine.
 
@@ -148,36 +168,32 @@ def search(
         plan: decides model and global batch size.
         machine: target machine; its device must have a known speed.
         log: receives progress messages.
+        fixed: keys that all layouts have as the job of ``plan``.
 
     Raises:
         InvalidConfig: if the device or the model is not supported.
     """
     device = searched_device(plan, machine)
-    available_bytes = (
-        None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE_ALLOCATOR
-    )
+    available = math.inf if machine.memory_bytes is None else machine.memory_bytes
+    available -= OUTSIDE_ALLOCATOR
+    estimator = Estimator(Pieces(device, cached=True), build_hardware(plan, device))
     by_precision: dict[str, list[Candidate]] = {}
+    for candidate in enumerate_candidates(plan, machine, fixed):
+        by_precision.setdefault(candidate.precision, []).append(candidate)
     best: list[TracedCandidate] = []
     rejected: list[RejectedCandidate] = []
     with ExitStack() as stack:
         trace = open_tracer(stack)
-        for index, candidate in enumerate(enumerate_candidates(plan, machine)):
-            if index % 500 == 0:
-                log(f"{index:,} layouts estimated")
-            result = estimate_candidate(candidate, device)
-            if isinstance(result, RejectedCandidate):
-                rejected.append(result)
-            else:
-                by_precision.setdefault(result.precision, []).append(result)
         for precision in sorted(by_precision, key=lambda name: name != plan.float8):
             group, num_wanted = by_precision[precision], TRACED_OWN
+            fastest = math.inf
             if precision != plan.float8 and best:  # worth a trace only if faster
                 fastest = min(each.candidate.seconds for each in best)
-                rejected += [reject_slower(fastest, c) for c in group if c.seconds >= fastest]
-                group = [c for c in group if c.seconds < fastest]
                 num_wanted = TRACED_OTHER
+            log(f"{sum(map(len, by_precision.values())):,} layouts; estimating the best of them")
+            frontier = Frontier(group, estimator, available, fastest)
             traced, group_rejected = trace_best(
-                machine, group, available_bytes, num_wanted, trace, log
+                machine, frontier, available, num_wanted, trace, log
             )
             best += traced
             rejected += group_rejected
@@ -198,31 +214,142 @@ def searched_device(plan: Plan, machine: Machine) -> Device:
     if plan.pipeline is not None and plan.pipeline.has_schedule_file:
         rule, remedy = "is a file, which fits only one layout", "use the name of a schedule"
         raise InvalidConfig([ConfigError("pipeline.schedule", plan.schedule_name, rule, remedy)])
-    if not supports_formulas(plan):
-        rule = "is not a Llama-like decoder with all parameters trained, which --search requires"
-        remedy = "plan single layouts"
-        raise InvalidConfig([ConfigError("model.kind", job.model.kind, rule, remedy)])
+    if plan.world_size_invariant:
+        rule, remedy = "allows few layouts, which --search does not know", "plan single layouts"
+        raise InvalidConfig([ConfigError("train.world_size_invariant", True, rule, remedy)])
+    if not supports_pieces(plan):
+        rule = "is not a decoder of weft's, which --search requires"
+        raise InvalidConfig(
+            [ConfigError("model.kind", job.model.kind, rule, "plan single layouts")]
+        )
     return device
 
 
-def estimate_candidate(candidate: Candidate, device: Device) -> Candidate | RejectedCandidate:
-    """Return a candidate with its estimated time and memory, or why it is impossible."""
-    plan = candidate.plan
-    if conflict := schedule_conflict(plan):
-        return RejectedCandidate(candidate, "rule", conflict)
-    formulas = DecoderFormulas(plan, device)
-    try:
-        needed = sum(formulas.estimate_memory().values())
-        seconds = formulas.step_seconds(build_hardware(plan, device)).total()
-    except ValueError as error:
-        return RejectedCandidate(candidate, "rule", str(error))
-    return replace(candidate, seconds=seconds, memory_bytes=needed)
+# --------------------------------------------------------------------------- estimates
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Estimates candidates on one kind of hardware."""
+
+    pieces: Pieces
+    hardware: Hardware
+
+    def floor(self, plan: Plan) -> float:
+        """Return the seconds that a step takes at least."""
+        return self.pieces.floor_seconds(plan, self.hardware)
+
+    def state_bytes(self, plan: Plan) -> float:
+        """Return the bytes of weights, gradients and moments, without a recording."""
+        cost = self.pieces.cost(plan)
+        ranks = plan.tp * plan.pp
+        return cost.num_params / ranks * state_bytes(plan, cost)
+
+    def estimate(self, candidate: Candidate) -> Candidate | RejectedCandidate:
+        """Return a candidate with its estimated time and memory, or why it is impossible."""
+        try:
+            estimate = self.pieces.estimate(candidate.plan)
+            seconds = estimate.step_seconds(self.hardware).total()
+            return replace(candidate, seconds=seconds, memory_bytes=estimate.memory_bytes())
+        except ValueError as error:
+            return RejectedCandidate(candidate, "rule", str(error))
+        except Exception as error:  # blocks that torch cannot run in this layout
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return RejectedCandidate(candidate, "trace", text)
+
+
+class Frontier:
+    """Candidates of one precision, of which few are estimated; see the top of this file.
+
+    Args:
+        candidates: layouts without estimates.
+        estimator: see `Estimator`.
+        available: bytes for the allocator of a device.
+        limit: candidates that take as many seconds, estimated, are not worth a trace.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate],
+        estimator: Estimator,
+        available: float,
+        limit: float = math.inf,
+    ) -> None:
+        self.rejected: list[RejectedCandidate] = []
+        self.limit = limit
+        self._estimator, self._room = estimator, MARGIN * available
+        self._queue: list[tuple[float, int, bool, Candidate]] = []
+        # By the index of a candidate: those that differ in recomputing more, which is slower.
+        self._savings: dict[int, list[tuple[int, Candidate]]] = {}
+        self._slower: list[Candidate] = []
+        self._smallest: Candidate | None = None
+        self._returned = False
+        index_of: dict[object, int] = {}
+        for index, candidate in enumerate(candidates):
+            plan = candidate.plan
+            size, seconds = estimator.state_bytes(plan), estimator.floor(plan)
+            candidate = replace(candidate, memory_bytes=size, seconds=seconds)
+            first = index_of.setdefault(candidate.key_without_recomputation, index)
+            if conflict := schedule_conflict(plan):
+                self.rejected.append(RejectedCandidate(candidate, "rule", conflict))
+            elif size > self._room:
+                self._reject_too_large(candidate, " for states")
+            elif first < index:
+                self._savings.setdefault(first, []).append((index, candidate))
+            else:
+                self._queue.append((seconds, index, False, candidate))
+        heapq.heapify(self._queue)
+
+    def pop(self) -> Candidate | None:
+        """Return the fastest candidate that may fit, with its estimates; None: there is none.
+
+        If no candidate fits by its estimate, return the smallest once.
+        """
+        while self._queue and self._queue[0][0] < self.limit:
+            _, index, is_estimated, candidate = heapq.heappop(self._queue)
+            if is_estimated:
+                self._returned = True
+                return candidate
+            result = self._estimator.estimate(candidate)
+            savings = self._savings.pop(index, [])
+            if isinstance(result, RejectedCandidate):
+                self.rejected.append(result)
+            else:
+                seconds, size = result.seconds, result.memory_bytes
+                savings = [(i, replace(c, seconds=max(c.seconds, seconds))) for i, c in savings]
+                if size > self._room:
+                    self._reject_too_large(result)
+                else:
+                    heapq.heappush(self._queue, (seconds, index, True, result))
+                if size < self._room / MARGIN**2:  # it surely fits: nothing has to be saved
+                    self._slower += [c for _, c in savings]
+                    continue
+            if savings:
+                (index, candidate), *others = savings
+                heapq.heappush(self._queue, (candidate.seconds, index, False, candidate))
+                self._savings[index] = others
+        smallest, self._smallest = self._smallest, None
+        if self._returned or smallest is None or self._queue:
+            return None
+        self.rejected = [item for item in self.rejected if item.candidate is not smallest]
+        return smallest
+
+    def remaining(self) -> list[Candidate]:
+        """Return the candidates that were not returned, fastest first, some with floors only."""
+        waiting = [candidate for group in self._savings.values() for _, candidate in group]
+        waiting += [candidate for *_, candidate in self._queue]
+        return sorted([*waiting, *self._slower], key=lambda candidate: candidate.seconds)
+
+    def _reject_too_large(self, candidate: Candidate, source: str = "") -> None:
+        if self._smallest is None or candidate.memory_bytes < self._smallest.memory_bytes:
+            self._smallest = candidate
+        self.rejected.append(reject_too_large(candidate, candidate.memory_bytes, source))
 
 
 def trace_best(
     machine: Machine,
-    candidates: Sequence[Candidate],
-    available_bytes: float | None,
+    frontier: Frontier,
+    available: float,
     num_wanted: int,
     trace: Tracer,
     log: Callable[[str], None],
@@ -231,8 +358,8 @@ def trace_best(
 
     Args:
         machine: target machine.
-        candidates: layouts of one precision with estimated time and memory.
-        available_bytes: for the allocator of a device; None: unlimited.
+        frontier: layouts of one precision.
+        available: bytes for the allocator of a device.
         num_wanted: number of fitting layouts to find.
         trace: see `trace_candidate`.
         log: receives progress messages.
@@ -244,17 +371,14 @@ def trace_best(
     rejected: list[RejectedCandidate] = []
     correction: dict[object, float] = {}  # traced over estimated bytes
     num_traced, limit = 0, MAX_TRACED * num_wanted // TRACED_OWN
-    available = math.inf if available_bytes is None else available_bytes
-    by_speed = sorted(candidates, key=lambda candidate: candidate.seconds)
-    remaining = [c for c in by_speed if c.memory_bytes <= MARGIN * available]
-    if not remaining:  # if no estimate fits, trace the smallest
-        remaining = sorted(by_speed, key=lambda candidate: candidate.memory_bytes)[:1]
-    kept = set(map(id, remaining))
-    rejected += [reject_too_large(c, c.memory_bytes) for c in by_speed if id(c) not in kept]
-    while remaining and len(best) < num_wanted and num_traced < limit:
+    is_empty = False
+    while not is_empty and len(best) < num_wanted and num_traced < limit:
         batch: list[Candidate] = []
-        while remaining and len(batch) < min(WORKERS, num_wanted - len(best), limit - num_traced):
-            candidate = remaining.pop(0)
+        while len(batch) < min(WORKERS, num_wanted - len(best), limit - num_traced):
+            candidate = frontier.pop()
+            if candidate is None:
+                is_empty = True
+                break
             needed = candidate.memory_bytes * correction.get(candidate.memory_class, 0.0)
             if needed > available:
                 rejected.append(
@@ -266,11 +390,12 @@ def trace_best(
             layouts = describe_layout(batch[0].plan)
             layouts += f" and {len(batch) - 1} more" if len(batch) > 1 else ""
             log(f"{len(best)} of {num_wanted} found; tracing {layouts}")
-        num_traced += len(batch)
         for result in trace([(candidate, machine) for candidate in batch]):
             if isinstance(result, RejectedCandidate):
                 rejected.append(result)
+                num_traced += result.reason != "rule"  # a rule takes no trace
                 continue
+            num_traced += 1
             candidate, prediction = result.candidate, result.prediction
             if prediction.fits is not False:
                 best.append(result)
@@ -279,19 +404,22 @@ def trace_best(
             known = correction.get(candidate.memory_class, 1.0)
             correction[candidate.memory_class] = max(known, size / candidate.memory_bytes)
             rejected.append(reject_too_large(candidate, size, ", as traced"))
-    if best:
-        fastest = min(each.candidate.seconds for each in best)
-        rejected += [reject_slower(fastest, slower) for slower in remaining]
+    rejected += frontier.rejected
+    fastest = min([frontier.limit, *(each.candidate.seconds for each in best)])
+    if math.isfinite(fastest):
+        rejected += [reject_slower(fastest, slower) for slower in frontier.remaining()]
     else:
         detail = f"{num_traced} faster ones do not fit"
-        rejected += [RejectedCandidate(slower, "untried", detail) for slower in remaining]
+        rejected += [
+            RejectedCandidate(slower, "untried", detail) for slower in frontier.remaining()
+        ]
     return best, rejected
 
 
 def reject_slower(fastest: float, candidate: Candidate) -> RejectedCandidate:
     """Reject a candidate by its estimated time."""
-    gap = candidate.seconds / fastest - 1
-    return RejectedCandidate(candidate, "slower", f"{gap:.0%} slower, estimated")
+    gap = max(0.0, candidate.seconds / fastest - 1)
+    return RejectedCandidate(candidate, "slower", f"at least {gap:.0%} slower, estimated")
 
 
 def reject_too_large(candidate: Candidate, size: float, source: str = "") -> RejectedCandidate:
@@ -360,13 +488,32 @@ def trace_candidate(task: TraceTask) -> TracedCandidate | RejectedCandidate:
 # --------------------------------------------------------------------------- candidates
 
 
-def enumerate_candidates(plan: Plan, machine: Machine) -> Iterator[Candidate]:
-    """Yield all layouts that satisfy the numeric rules."""
+def enumerate_candidates(
+    plan: Plan, machine: Machine, fixed: Collection[str] = ()
+) -> Iterator[Candidate]:
+    """Yield all layouts that satisfy the numeric rules; for ``fixed`` see `search`."""
+    is_expected = {
+        key: value
+        for key, value in flatten(plan.job).items()
+        if key in fixed and value not in ("auto", "fit")
+    }
+    for degrees in enumerate_meshes(plan, machine):
+        for precision in precisions(plan, machine):
+            for candidate in mesh_candidates(plan, degrees, precision):
+                values = {
+                    f"{section}.{name}": value
+                    for section, keys in candidate.changes.items()
+                    for name, value in keys.items()
+                }
+                if all(values.get(key, value) == value for key, value in is_expected.items()):
+                    yield candidate
+
+
+def enumerate_meshes(plan: Plan, machine: Machine) -> Iterator[ParallelDims]:
+    """Yield the degrees that satisfy the rules of the model."""
     model, world = plan.model, plan.world_size
     linked = linked_devices(machine, plan.local_world_size)
     for tp in divisors(linked):
-        if model.num_kv_heads % tp or model.vocab_size % tp:
-            continue
         for pp in divisors(world // tp, model.num_layers):
             for cp in cp_degrees(plan, world // (tp * pp)):
                 dp = world // (tp * pp * cp)
@@ -374,11 +521,45 @@ def enumerate_candidates(plan: Plan, machine: Machine) -> Iterator[Candidate]:
                     continue
                 num_linked = max(1, linked // (tp * cp))
                 for dp_shard in sorted({dp, divisors(dp, num_linked)[-1]}):
-                    degrees = ParallelDims(
-                        pp=pp, dp_replicate=dp // dp_shard, dp_shard=dp_shard, cp=cp, tp=tp
-                    )
-                    for precision in precisions(plan, machine):
-                        yield from mesh_candidates(plan, degrees, precision)
+                    for ep in ep_degrees(plan, dp_shard * cp, tp, linked):
+                        degrees = ParallelDims(
+                            pp=pp,
+                            dp_replicate=dp // dp_shard,
+                            dp_shard=dp_shard,
+                            cp=cp,
+                            tp=tp,
+                            ep=ep,
+                            experts_without_tp=plan.parallel.has_experts_without_tp,
+                        )
+                        if is_possible(plan, degrees):
+                            yield degrees
+
+
+def ep_degrees(plan: Plan, shards: int, tp: int, linked: int) -> Iterable[int]:
+    """Return expert-parallel degrees: those within a node, and the recipe's.
+
+    ``shards``: ranks of ``dp_shard`` and ``cp``.
+    """
+    if not plan.model.num_experts:
+        return [1]
+    ranks = shards * (tp if plan.parallel.has_experts_without_tp else 1)
+    near = divisors(math.gcd(ranks, plan.model.num_experts), linked)
+    return sorted({*near, *([plan.ep] if ranks % plan.ep == 0 else [])})
+
+
+def is_possible(plan: Plan, degrees: ParallelDims) -> bool:
+    """Return True if the rules of a plan's model accept the degrees."""
+    parallel = degrees.axis_sizes | {"ep": degrees.ep}
+    job = replace_sections(plan.job, parallel=parallel | async_tp(plan, degrees))
+    errors = ConfigErrors(job)
+    check_layout(errors, job, plan.model, plan.family, degrees, plan.world_size)
+    check_dispatch(errors, job, plan.model, plan.family, degrees)
+    return not errors
+
+
+def async_tp(plan: Plan, degrees: ParallelDims) -> dict[str, Any]:
+    """Return the key of asynchronous tensor parallelism, which needs two ranks."""
+    return {"async_tp": plan.async_tp and degrees.tp > 1}
 
 
 def cp_degrees(plan: Plan, max_degree: int) -> Iterable[int]:
@@ -399,7 +580,14 @@ def precisions(plan: Plan, machine: Machine) -> list[str]:
 def mesh_candidates(plan: Plan, degrees: ParallelDims, float8: str) -> Iterator[Candidate]:
     """Yield microbatch sizes, schedules and recomputation for a mesh and precision."""
     local_batch_size = plan.global_batch_size // degrees.dp_size
-    for size in MICROBATCHES:
+    parallel = degrees.axis_sizes | async_tp(plan, degrees)
+    if plan.model.num_experts:
+        parallel["ep"] = degrees.ep
+    # A compiled step computes the same, and is faster on every device but a CPU.
+    compiled: Changes = {} if plan.is_compiled else {"compile": {"enable": True}}
+    cost = plan_cost(plan)
+    sharding = ("auto", "never") if degrees.pp == 1 and degrees.fsdp_size > 1 else ("auto",)
+    for size, reshard in itertools.product(MICROBATCHES, sharding):
         if local_batch_size % size:
             continue
         num_microbatches, pp = local_batch_size // size, degrees.pp
@@ -408,25 +596,25 @@ def mesh_candidates(plan: Plan, degrees: ParallelDims, float8: str) -> Iterator[
                 "stages_per_rank": per_rank if per_rank > 1 else "auto",
                 "layers_per_stage": (),
             } | ({"schedule": schedule} if pp > 1 else {})
-            async_tp = plan.async_tp and degrees.tp > 1
             for mode in CHECKPOINT_MODES:
-                changes: Changes = {
-                    "parallel": degrees.axis_sizes
-                    | {"reshard_after_forward": "auto", "async_tp": async_tp},
+                changes: Changes = compiled | {
+                    "parallel": parallel | {"reshard_after_forward": reshard},
                     "pipeline": pipeline,
                     "train": {"microbatch_size": size},
                     "activation_checkpoint": {"mode": mode, "every_n_layers": 1},
                     "precision": {"float8": float8},
                 }
                 job = replace_sections(plan.job, **changes)
+                reshards = resolve_reshard(job, degrees)
                 fields: dict[str, Any] = degrees.axis_sizes | {
                     "job": job,
+                    "ep": degrees.ep,
                     "local_batch_size": local_batch_size,
                     "microbatch_size": size,
                     "num_microbatches": num_microbatches,
                     "pipeline": unsplit_pipeline(schedule, pp, per_rank) if pp > 1 else None,
-                    "reshard_after_forward": resolve_reshard(job, degrees),
-                    "gradient_sync": "microbatch",
+                    "reshard_after_forward": reshards,
+                    "gradient_sync": resolve_gradient_sync(job, reshards, cost, degrees),
                     "float8": float8,
                 }
                 yield Candidate(changes, replace(plan, **fields))
@@ -470,11 +658,14 @@ def schedule_conflict(plan: Plan) -> str:
 
 def describe_layout(plan: Plan) -> str:
     """Describe the layout of a plan in one line."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items() if size > 1)
+    sizes = plan.axis_sizes | {"ep": plan.ep}
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     parts = [mesh or "one rank", f"microbatch {plan.microbatch_size}"]
     if plan.pp > 1:
         stages = f" x {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
         parts.append(f"{plan.schedule_name}{stages}")
+    if plan.pp == 1 and plan.fsdp_size > 1 and plan.reshard_after_forward is False:
+        parts.append("weights gathered once")
     parts.append(f"activation_checkpoint {plan.activation_checkpoint.mode}")
     return ", ".join([*parts, *(["float8"] if plan.float8 != "none" else [])])
 

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from weft.config.axes import SHARD_AXES
@@ -46,13 +47,20 @@ def find_layer_pattern(plan: Plan) -> tuple[int, int]:
     if kind is None and not plan.frozen_params:
         return 0, 1
     layers = range(plan.model.num_layers)
-    kinds: list[object] = [kind(plan.model, layer) if kind else None for layer in layers]
+    kinds = tuple(kind(plan.model, layer) if kind else None for layer in layers)
+    return _find_pattern(kinds, plan.frozen_params)
+
+
+@cache  # a search asks for the pattern of its model thousands of times
+def _find_pattern(
+    layer_kinds: tuple[object, ...], frozen_params: tuple[str, ...]
+) -> tuple[int, int]:
     # A block is of another kind if other parameters of it are frozen.
-    frozen: list[set[str]] = [set() for _ in layers]
-    for name in plan.frozen_params:
+    frozen: list[set[str]] = [set() for _ in layer_kinds]
+    for name in frozen_params:
         if match := re.match(r"layers\.(\d+)\.", name):
             frozen[int(match[1])].add(name[match.end() :])
-    kinds = list(zip(kinds, frozen, strict=True))
+    kinds = list(zip(layer_kinds, frozen, strict=True))
     patterns = [
         (first, period)
         for first in range(len(kinds))

@@ -136,7 +136,7 @@ def record_step(
             if column is not None
         }
         with (
-            manual_gc(),  # as in training, cycles stay alive
+            manual_gc(collects=False),  # as in training, cycles stay alive
             recorder,
         ):
             with track_locations(
