@@ -269,7 +269,7 @@ def _measure_memory(
 
 
 def interpolate(one: Piece, two: Piece, size: float) -> Piece:
-    """Return the piece of ``size`` times the sequences of ``one``; ``two`` has twice as many."""
+    """Return the piece of ``size`` times ``one``'s sequences; ``two`` has twice them."""
     between = _interpolator(size)
     units = {
         unit: UnitWork(
@@ -327,7 +327,7 @@ def _repeat(work: Work, times: float) -> Work:
 
 
 def keeps_activations(plan: Plan) -> Plan:
-    """Return a plan without recomputation, if that of its blocks is arithmetic; else the plan."""
+    """Return a plan without full recomputation, which is arithmetic; else the plan."""
     section = plan.activation_checkpoint
     if section.mode != "full" or section.every_n_layers > 1 or section.offload:
         return plan
@@ -336,7 +336,7 @@ def keeps_activations(plan: Plan) -> Plan:
 
 
 def recompute(piece: Piece, input_bytes: float, stops_early: bool) -> Piece:
-    """Return the piece whose blocks run forward again before backward, and keep their inputs.
+    """Return the piece whose blocks keep their inputs and run forward again.
 
     ``stops_early``: the last product, which backward does not need, does not run again.
     """
@@ -437,7 +437,7 @@ class Pieces:
         return max(seconds * busy / plan.pp, host, self._sharding_seconds(plan, hardware))
 
     def _exchange_seconds(self, plan: Plan, hardware: Hardware) -> float:
-        """Return what the exchanges of tokens take at least, for a sequence on a pipeline rank.
+        """Return what the exchanges of a sequence's tokens take at least.
 
         With tensor parallelism, attention and feed-forward each gather and reduce their tokens,
         forward and backward.  Experts get and return them.
@@ -478,7 +478,7 @@ class Pieces:
         return gathers * _transfer_seconds(gather, hardware) + reductions * seconds
 
     def _find_floor(self, plan: Plan, hardware: Hardware) -> tuple[PassSeconds, PassSeconds]:
-        """Return the seconds of microbatches of one and of two sequences without tp and ep."""
+        """Return the seconds of one and of two sequences without tp and ep."""
         cp = _recorded_cp(plan)
         parallel = {"tp": 1, "cp": cp, "ep": 1, "etp": "tp", "async_tp": False, "dp_shard": "auto"}
         job = replace_sections(
@@ -529,7 +529,7 @@ class Pieces:
         return recompute(piece, size, stops_early)
 
     def _sized(self, plan: Plan) -> Piece:
-        """Return the piece of a plan, recorded or interpolated from half and quarter of its size.
+        """Return the piece of a plan, recorded or interpolated from smaller ones.
 
         Sizes whose loss is computed in as many chunks have the same operators.
         """

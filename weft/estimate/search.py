@@ -259,7 +259,7 @@ class Estimator:
 
 
 class Frontier:
-    """Candidates of one precision, of which few are estimated; see the top of this file.
+    """Candidates of one precision, of which few are estimated: see above.
 
     Args:
         candidates: layouts without estimates.
@@ -301,7 +301,7 @@ class Frontier:
         heapq.heapify(self._queue)
 
     def pop(self) -> Candidate | None:
-        """Return the fastest candidate that may fit, with its estimates; None: there is none.
+        """Return the fastest candidate that may fit, estimated; None: no more.
 
         If no candidate fits by its estimate, return the smallest once.
         """
@@ -335,7 +335,7 @@ class Frontier:
         return smallest
 
     def remaining(self) -> list[Candidate]:
-        """Return the candidates that were not returned, fastest first, some with floors only."""
+        """Return all other candidates, fastest first; some have floors only."""
         waiting = [candidate for group in self._savings.values() for _, candidate in group]
         waiting += [candidate for *_, candidate in self._queue]
         return sorted([*waiting, *self._slower], key=lambda candidate: candidate.seconds)
