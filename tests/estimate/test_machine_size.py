@@ -84,7 +84,7 @@ def elapsed(
     """Return the seconds of a run by a full trace."""
     prediction = trace(planner, cluster, {})
     plan = replace(prediction.plan, num_steps=count_steps(prediction.plan, tokens))
-    run = predict_whole_run(plan, prediction.step_seconds, 0.0, mtbf)
+    run = predict_whole_run(plan, prediction.step_seconds, (1.0, 1.0), mtbf)
     assert run is not None
     return run.elapsed.expected
 
