@@ -8,6 +8,7 @@ the other degrees of the recipe stay as they are; only data parallelism follows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -183,11 +184,17 @@ class _DeadlineSearch:
         return SizedPlan(cluster, plan, machine, prediction, reason, {}, self._mtbf(count))
 
     def _too_slow(self, count: int) -> ConfigError:
-        seconds = self._elapsed(count)
-        rule = f"is too short: {_describe_nodes(count, self.cluster)} take {describe_time(seconds)}"
+        seconds, mtbf = self._elapsed(count), self._mtbf(count)
+        rule = f"is too short: {_describe_nodes(count, self.cluster)} "
+        is_endless = not math.isfinite(seconds)
+        rule += "never end" if is_endless else f"take {describe_time(seconds)}"
+        remedy = "use "
+        if mtbf is not None:
+            rule += f" with a failure every {describe_time(mtbf)}"
+            remedy = f"give --mtbf of a job on {self.cluster}, or use "
         rule += f", and the batch of {self.batch:,} sequences occupies no more"
-        remedy = f"use --days {-(-seconds // 86400):.0f}, a larger train.global_batch_size, or a "
-        remedy += "faster device"
+        remedy += "" if is_endless else f"--days {-(-seconds // 86400):.0f}, "
+        remedy += "a larger train.global_batch_size, or a faster device"
         return ConfigError("--days", f"{self.deadline / 86400:g}", rule, remedy)
 
     def _no_size(self) -> ConfigError:
