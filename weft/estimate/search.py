@@ -10,8 +10,7 @@ estimated at all.
 `resolve` plans the best layouts, and a trace predicts them; the search reports traced numbers only.
 If a traced layout does not fit, similar ones are assumed to need as much more, and are skipped if
 that is too much.  At most `MAX_TRACED` layouts are traced, and proportionally fewer in the other
-precision.  The winner is then improved by changes that do not concern its mesh, as long as one
-helps.
+precision.
 
 *Precision* is the recipe's, and also float8 if the device supports it (or bfloat16 if the recipe
 has float8).  The other precision changes the computed numbers, not only the speed.  Such layouts
