@@ -43,6 +43,7 @@ from weft.planning.plan_text import plan_recipe
 from weft.planning.resolve import resolve
 
 Overrides = list[tuple[str, str]]
+pytestmark = pytest.mark.timeout(400)  # some seconds each, on a machine that does nothing else
 
 # A Llama of 0.2 billion parameters with long sequences: on two to four devices, activations take
 # most of the memory, and layouts differ in them.
