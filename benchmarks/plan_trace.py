@@ -121,6 +121,8 @@ class Foreign:
             once per step.
         launches: fraction of the launches that the host makes; CUDA graphs replay the others.
         fuses: it has Transformer Engine's layers, which save less.
+        document_tokens: mean tokens of packed documents, which attention does not cross; 0: as long
+            as the sequence.
     """
 
     kernel: str = ""
@@ -135,6 +137,7 @@ class Foreign:
     cast_bytes: float = 0.0
     launches: float = 1.0
     fuses: bool = False
+    document_tokens: float = 0.0
 
 
 # Programs that share a stack's layout, but whose float8 is torchao's, as weft's is.
@@ -146,6 +149,10 @@ DATA_AXES = ("dp_replicate", "dp_shard", "efsdp")
 # scaling reads them once more, for the largest one; four bits take a rotation and a second scale.
 TE_CAST_BYTES: dict[Precision, float] = {"float8": 4.0, "float4": 8.0}
 CURRENT_SCALING_BYTES = 6.0
+# Only the gradient of a weight reads the second layout of an input.
+FROZEN_CAST_BYTES = 3.0
+# A context of SQuAD has 120 words, a question 11 (Rajpurkar et al., 2016), at 1.4 tokens per word.
+SQUAD_TOKENS = 180.0
 
 
 def te_precision(row: Row, stack: Stack) -> Precision:
@@ -154,6 +161,15 @@ def te_precision(row: Row, stack: Stack) -> Precision:
     if stack.layout.get("fusion") != "fused" or OWN_KERNELS.search(row["source"].lower()):
         return "bf16"
     return "float4" if "fp4" in text else "float8" if re.search(r"fp8|float8", text) else "bf16"
+
+
+def te_cast_bytes(row: Row, precision: Precision) -> float:
+    """Return the bytes per element of Transformer Engine's casts."""
+    if precision == "float8" and row["method"].startswith("lora"):
+        return FROZEN_CAST_BYTES
+    if precision == "float8" and re.search(r"fp8.cs", f"{row['precision']} {row['notes']}".lower()):
+        return CURRENT_SCALING_BYTES
+    return TE_CAST_BYTES.get(precision, 0.0)
 
 
 def foreign_of(row: Row, layout: Layout, stack: Stack) -> Foreign:
@@ -169,22 +185,24 @@ def foreign_of(row: Row, layout: Layout, stack: Stack) -> Foreign:
     ):
         overlaps["ep"] = "prefetch"  # behind the other pass of a pair of microbatches
     precision = te_precision(row, stack)
+    is_own = re.search(r"torchtitan|\btrl\b", f"{row['source']} {notes}".lower())
     is_fsdp = layout.zero == 3
     return Foreign(
         layout.kernel,
         overlaps,
         16.0 if is_fsdp else layout.state_bytes,
         0.0 if is_fsdp else layout.unsharded_bytes,
-        0.0 if layout.chunked_loss else LOGIT_BYTES[layout.fusion],
+        0.0
+        if layout.chunked_loss or re.search(r"chunked (nll|ce)|loss chunks", notes)
+        else LOGIT_BYTES[layout.fusion],
         float(layout.output_bytes) if layout.pp > 1 else 0.0,
         row["dispatch"] in ("hybridep", "deepep"),
         layout.include_reserved,
         precision,
-        CURRENT_SCALING_BYTES
-        if precision == "float8" and re.search(r"fp8.cs", f"{row['precision']} {notes}".lower())
-        else TE_CAST_BYTES.get(precision, 0.0),
+        te_cast_bytes(row, precision),
         0.0 if re.search(r"cuda graphs:? full.iteration", notes) else 1.0,
-        layout.fusion == "fused" and layout.kernel == "attention",
+        layout.fusion == "fused" and layout.kernel == "attention" and not is_own,
+        SQUAD_TOKENS if "packed" in notes and "squad" in notes else 0.0,
     )
 
 
@@ -282,6 +300,9 @@ class Adapter:
     def _attention(self, op: Attention, kernel: Any, slower: float) -> Attention:
         if slower > 1:  # FlashAttention 1 suits heads of 64, later ones heads of 128
             slower *= min(1.0, op.head_dim / 128) ** 0.4
+        if tokens := self.foreign.document_tokens:
+            slower *= min(1.0, tokens / op.keys)
+            op = op._replace(keys=min(op.keys, tokens))
         return op._replace(kernel=kernel, flops=op.flops * slower)
 
     def _unfused(self, work: Work) -> Work:
@@ -448,7 +469,8 @@ def is_unpublished(layout: Layout, row: Row) -> bool:
 
     The memory of experts is not known well enough for this rule: see docs/planner.md.
     """
-    return str(layout.activation_checkpoint) == "auto" and not row["num_experts"]
+    is_default = str(layout.activation_checkpoint) in ("auto", "none")
+    return is_default and not row["ac"] and not row["num_experts"]
 
 
 def job_of(
@@ -510,6 +532,9 @@ def job_of(
     if row["method"].startswith("lora"):
         rank = re.search(r"r(\d+)", row["method"])
         sections["lora"] = {"rank": int(rank[1]) if rank else 16}
+        if row["source"].startswith("NeMo docs"):
+            # NeMo 1's megatron_gpt_finetuning_config.yaml: attention_qkv, adapter_dim 32.
+            sections["lora"] = {"rank": 32, "targets": "q_proj,k_proj,v_proj"}
     keys = [
         (f"{name}.{key}", str(value).lower() if isinstance(value, bool) else str(value))
         for name, values in sections.items()
@@ -682,7 +707,7 @@ def predict(row: Row, line: str, directory: Path | None = None) -> Scored:
     if is_unpublished(layout, row) and held > room:
         full = trace_row(row, directory, "full")
         part = min(1.0, (held - room) / max(1.0, held - full.held))
-        if layout.zero == 3 and device.name.startswith("G"):
+        if traced.foreign.fuses and layout.zero == 3 and device.name.startswith("G"):
             # `cpu_offloading` in Megatron-Bridge's recipes for Grace hosts.
             spent = traced.seconds(part * traced.activations / plan.model.num_layers * plan.pp)
         else:
@@ -736,7 +761,9 @@ def saved_bytes(foreign: Foreign, plan: Plan) -> float:
     model = plan.model
     inputs = {"float8": 1.0, "float4": 0.5}.get(foreign.precision, 2.0)  # of linear layers
     query, value = model.num_heads * model.key_dim, model.num_heads * model.value_dim
-    size = 4 * model.dim + inputs * model.dim + 2 * query + (2 + inputs) * value
+    # Attention keeps its output, in bfloat16, which the next layer then has as its input.
+    outputs = 2 + (inputs if inputs < 2 else 0)
+    size = 4 * model.dim + inputs * model.dim + 2 * query + outputs * value
     if model.kv_rank:  # latent vectors, before and after their norms
         size += 2 * (query + value) + (2 + inputs) * (model.q_rank + model.kv_rank)
     else:
@@ -791,7 +818,9 @@ def foreign_memory(
         shards = max(1, plan.dp_cp_size * plan.tp // split)
         held = live["activations"] + live["temporaries"]
         for size, ranks in ((others / plan.tp, plan.dp_cp_size), (experts / split, shards)):
-            held += int(size * (foreign.unsharded_bytes + foreign.state_bytes / ranks))
+            # Frozen weights have two bytes; adapters are too small to count.
+            trained = foreign.unsharded_bytes + foreign.state_bytes / ranks
+            held += int(size * (2 if plan.lora_rank else trained))
     # The last stage also has logits.
     last = 0
     if plan.pipeline is not None:

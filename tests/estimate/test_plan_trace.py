@@ -19,11 +19,13 @@ from benchmarks.plan_trace import (
     COVERAGE,
     RANGES,
     SHIPPED,
+    SQUAD_TOKENS,
     Adapter,
     Foreign,
     Scored,
     calibrate,
     find_range,
+    foreign_memory,
     foreign_of,
     format_ranges,
     job_of,
@@ -33,10 +35,13 @@ from benchmarks.plan_trace import (
     predict,
     recompute_keys,
     report,
+    saved_bytes,
     set_error_ranges,
 )
 from weft.estimate.cost import Attention, Collective, Hardware, Matmul, StageWork, Work
 from weft.estimate.error_ranges import load_error_ranges
+from weft.estimate.op_locations import OpLocation
+from weft.estimate.trace_memory import RankMemory
 from weft.planning.devices import get_device
 from weft.planning.plan import Plan
 
@@ -182,6 +187,51 @@ def test_transformer_engine_casts_inputs_and_gradients_once() -> None:
         ((backward, 1),), engine.fraction_cast(StageWork(((forward, 1),), ((backward, 1),)))
     )
     assert changed.traffic_bytes == pytest.approx(4 * 64 * (32 + 48))
+
+
+def test_attention_of_packed_documents_does_not_cross_them() -> None:
+    op = Attention(1e12, 4096, 128)
+    (packed,) = (
+        adapter(Foreign(kernel="attention", document_tokens=256))
+        .work(Work(attention=(op,)))
+        .attention
+    )
+    assert (packed.flops, packed.keys) == (1e12 / 16, 256)
+    (whole,) = (
+        adapter(Foreign(kernel="attention", document_tokens=8192))
+        .work(Work(attention=(op,)))
+        .attention
+    )
+    assert (whole.flops, whole.keys) == (1e12, 4096)
+
+
+def test_adapters_of_nemo_are_those_of_its_configuration() -> None:
+    row = dict(ROWS)["published_runs_moe.csv:247"]
+    keys, _, layout, stack, _ = job_of(row)
+    assert dict(keys)["lora.targets"] == "q_proj,k_proj,v_proj"
+    foreign = foreign_of(row, layout, stack)
+    assert (foreign.precision, foreign.cast_bytes) == ("float8", 3.0)
+    assert foreign.document_tokens == SQUAD_TOKENS
+    # Frozen weights take two bytes, here of seven billion on each of two tensor-parallel ranks.
+    plan = plan_of_row(row)
+    live = dict.fromkeys(("parameters", "activations", "temporaries"), 0)
+    memory = RankMemory(live, OpLocation(0, "start", 0), 0)
+    held = foreign_memory(replace(foreign, logit_bytes=0.0), plan, memory, [0])
+    assert held == pytest.approx(2 * plan.num_params, rel=1e-6)
+
+
+def test_saved_activations_are_those_of_fused_layers() -> None:
+    row = dict(ROWS)["published_runs.csv:65"]  # Llama 3 8B
+    _, _, layout, stack, _ = job_of(row)
+    plan, foreign = plan_of_row(row), foreign_of(row, layout, stack)
+    hidden, query, pair, inner = 4096, 4096, 2 * 1024, 14336
+    # Bytes of norms' inputs and outputs, queries, keys and values, attention, gate and product.
+    norms, attention = 2 * 2 * hidden, 2 * query + 2 * pair + 2 * query
+    in_bfloat16 = norms + 2 * 2 * hidden + attention + (4 + 2) * inner
+    assert saved_bytes(replace(foreign, precision="bf16"), plan) == in_bfloat16
+    # Float8 inputs of linear layers; attention also keeps its output in bfloat16.
+    in_float8 = norms + 2 * hidden + attention + query + (4 + 1) * inner
+    assert saved_bytes(replace(foreign, precision="float8"), plan) == in_float8
 
 
 def test_notes_say_what_a_program_overlaps_and_captures() -> None:
