@@ -979,7 +979,7 @@ def report(rows: Sequence[Scored], skipped: Mapping[str, str]) -> dict[str, Any]
         "devices": by(rows, "device"),
         "sources": by(rows, "source"),
         "rank_correlation": rank_correlation(rows),
-        "reasons": dict(Counter(re.sub(r"[\d,.]+", "N", why)[:80] for why in skipped.values())),
+        "reasons": dict(Counter(re.sub(r"\d[\d,.]*", "N", why)[:80] for why in skipped.values())),
     }
 
 
