@@ -365,6 +365,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (r"compressed sparse|deepseek-v4|glm-5", "sparse attention, which weft does not have"),
     (r"out of memory|\boom\b", "out of memory: no time"),
     (r"not performance-tuned|support-verification|functional", "not tuned: a functional check"),
+    (r"tp/pp/ep/gbs not stated", "its layout is not published"),
     (r"directional only", "not tuned: its source calls it directional only"),
     (r"optimisation history step \d\b", "not tuned: an early step of an optimization"),
     # github.com/NVIDIA-NeMo/Megatron-Bridge/releases/tag/v0.5.1, known issues.
