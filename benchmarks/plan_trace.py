@@ -360,7 +360,7 @@ EXPERT_MODELS: tuple[tuple[str, str, str], ...] = (
     (r"", "mixtral", "8x7b"),  # softmax routers without other features, such as Grok-1
 )
 REFUSED: tuple[tuple[str, str], ...] = (
-    (r"hybrid|gated delta|mamba", "layers that weft does not have (a hybrid)"),
+    (r"\bhybrid\b|gated delta|mamba", "layers that weft does not have (a hybrid)"),
     (r"dubious", "marked as dubious"),
     (r"compressed sparse|deepseek-v4|glm-5", "sparse attention, which weft does not have"),
     (r"out of memory|\boom\b", "out of memory: no time"),
