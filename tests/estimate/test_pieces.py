@@ -196,3 +196,10 @@ def test_floors_are_below_estimates_and_near_that_of_the_plain_layout() -> None:
     assert ratios[0] > 0.7, ratios
     assert pieces is not None
     assert len(pieces._floors) == 1  # two recordings are enough for all
+
+
+def test_a_model_of_one_layer_has_estimates() -> None:
+    plan, machine = plan_of("llama3-8b-8gpu", "model.num_layers=1 train.microbatch_size=1")
+    device = device_spec(plan, machine)
+    assert device is not None
+    assert Pieces(device).estimate(plan).step_seconds(build_hardware(plan, device)).total() > 0

@@ -114,7 +114,9 @@ class Piece:
         """Return the recorded layer that stands for a layer."""
         if layer < self.first:
             return layer
-        return self.first + (self.copies // 2) * self.period + (layer - self.first) % self.period
+        place = (layer - self.first) % self.period
+        middle = self.first + (self.copies // 2) * self.period + place
+        return middle if middle in self.units else layer  # few layers are all recorded
 
 
 # --------------------------------------------------------------------------- recording
