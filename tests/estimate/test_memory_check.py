@@ -138,6 +138,7 @@ def test_predict_run_untraceable_model_is_allowed_with_a_warning(
 # --------------------------------------------------------------------------- command
 
 
+@pytest.mark.timeout(300)
 def test_train_plan_that_cannot_fit_is_refused(
     tmp_path: Path,
     store_path: Path,
