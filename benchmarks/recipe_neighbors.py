@@ -38,6 +38,7 @@ from weft.estimate.advice import (
     apply_change,
     can_use_float8,
     checkpoint_change,
+    expert_changes,
     mesh_changes,
 )
 from weft.estimate.cost import build_hardware, device_spec
@@ -121,13 +122,10 @@ def changes(plan: Plan) -> Iterator[Change]:
             if method != job.parallel.cp_method:
                 yield {"parallel.cp_method": method}
     if plan.model.num_experts:
-        for degree in sorted({1, plan.ep // 2, 2 * plan.ep, node} - {0, plan.ep}):
-            yield {"parallel.ep": degree}
+        yield from expert_changes(plan, node)
         if plan.ep > 1:
             padded = job.parallel.ep_dispatch == "padded"
             yield {"parallel.ep_dispatch": "alltoall" if padded else "padded"}
-            for chunks in {1, 2} - {job.parallel.ep_chunks}:
-                yield {"parallel.ep_chunks": chunks}
 
 
 def other_precision(plan: Plan, machine: Machine) -> Change:

@@ -10,6 +10,7 @@ import pytest
 
 from weft.config.schema import Job
 from weft.estimate.advice import Advice, advise, apply_change, candidate_changes
+from weft.estimate.analytic import supports_formulas
 from weft.estimate.forecast import Forecast, forecast
 from weft.planning.devices import Device, match_device
 from weft.planning.plan import Machine, Plan
@@ -276,3 +277,22 @@ def test_advice_as_text_is_command_line_overrides() -> None:
         {"compile.enable": True, "parallel.tp": 2, "activation_checkpoint.mode": "full"}, 0.1, 1.0
     )
     assert str(advice) == "--compile.enable true --parallel.tp 2 --activation_checkpoint.mode full"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_supported"),
+    [
+        ("model.qkv_bias=true", True),
+        ("model.layer_pattern=LG model.sliding_window=4096", False),
+        ("model.gated=false", False),
+        (
+            "model.kv_rank=512 model.rope_head_dim=64 model.num_kv_heads=32 model.head_dim=192",
+            False,
+        ),
+    ],
+)
+def test_formulas_are_not_used_for_models_that_they_do_not_describe(
+    text: str, is_supported: bool
+) -> None:
+    _, plan, _, _ = planned("paper/llama3-8b", "1x8xH200", text)
+    assert supports_formulas(plan) == is_supported

@@ -21,7 +21,7 @@ from weft.config.schema import Job
 from weft.config.schema import replace as replace_sections
 from weft.estimate.cost import build_hardware
 from weft.estimate.forecast import Forecast, forecast
-from weft.estimate.pieces import Pieces, state_bytes, supports_pieces
+from weft.estimate.pieces import Pieces, supports_pieces
 from weft.planning.devices import Device, linked_devices
 from weft.planning.matrices import supports_float8
 from weft.planning.optim_rules import WEFT_OPTIMIZERS
@@ -86,9 +86,7 @@ def advise(
                 changed = resolve(apply_change(job, change), machine)
                 if not supports_pieces(changed):
                     continue
-                cost = pieces.cost(changed)
-                states = cost.num_params / (changed.tp * changed.pp) * state_bytes(changed, cost)
-                if states > (prediction.capacity_bytes or math.inf):
+                if pieces.state_bytes(changed) > (prediction.capacity_bytes or math.inf):
                     continue  # whatever its blocks need
                 limit = (1 + MIN_SPEEDUP) * pieces.floor_seconds(changed, hardware)
                 if fits and limit > baseline[0]:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from weft.config.axes import FSDP_AXES
 from weft.config.schema import replace as replace_sections
+from weft.estimate.analytic import RESERVED_RATIO, peak_activations, split_layers
 from weft.estimate.cost import (
     Collective,
     Hardware,
@@ -67,10 +68,6 @@ from weft.planning.pipeline_schedule import (
 from weft.planning.plan import Plan
 from weft.planning.sharding import expert_split, state_bytes_per_param
 from weft.training.loss import chunk_tokens
-
-# Reserved over live bytes: freed temporaries leave blocks that no later request fits.  Replays of
-# traced steps measured 1.12 to 1.24.
-RESERVED_RATIO = 1.20
 
 Unit = str | int  # embedding, head, or a layer by its index
 EMBEDDING, HEAD = "embedding", "head"
@@ -516,6 +513,11 @@ class Pieces:
             self._costs[key] = plan_cost(plan)
         return self._costs[key]
 
+    def state_bytes(self, plan: Plan) -> float:
+        """Return the bytes of a rank's weights, gradients and moments, without a recording."""
+        cost = self.cost(plan)
+        return cost.num_params / (plan.tp * plan.pp) * state_bytes_of(plan, cost)
+
     def piece(self, plan: Plan) -> Piece:
         """Return the piece of a plan's blocks."""
         kept = keeps_activations(plan)
@@ -716,9 +718,9 @@ class PieceEstimate:
 
     def _rank_bytes(self, order: list[Action]) -> tuple[float, float]:
         """Return the bytes of states, and those that come and go, at the peak of a rank."""
-        states = self._rank_params(order) * state_bytes(self.plan, self.cost)
+        states = self._rank_params(order) * state_bytes_of(self.plan, self.cost)
         saved = [sum(self.unit(name).saved for name in units) for units in self.stages]
-        activations = peak_activations(order, saved)
+        activations, _ = peak_activations(order, saved, [0.0] * len(saved))
         growing = max(
             self._peak_in_stage(self.stages[s], activations) for s in stage_indices(order)
         )
@@ -742,7 +744,7 @@ class PieceEstimate:
         return peak
 
 
-def state_bytes(plan: Plan, cost: TrainingCost) -> float:
+def state_bytes_of(plan: Plan, cost: TrainingCost) -> float:
     """Return the bytes of states per parameter of a pipeline and tensor-parallel rank."""
     shards = plan.fsdp_size
     return state_bytes_per_param(
@@ -754,40 +756,6 @@ def state_bytes(plan: Plan, cost: TrainingCost) -> float:
         compute_bytes=4 if plan.compute_dtype == "float32" else 2,
         ep=expert_split(plan),
     )
-
-
-def split_layers(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage, as even as possible.
-
-    The first and last stages give up one layer each, for embedding and head, if that makes the
-    split even.
-    """
-    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
-        per_stage = (layers + 2) // stages
-        return [per_stage - 1, *[per_stage] * (stages - 2), per_stage - 1]
-    # The middle stages take the remainder, because the ends have embedding and head.
-    counts = [layers // stages] * stages
-    first = (stages - layers % stages + 1) // 2
-    for stage in range(first, first + layers % stages):
-        counts[stage] += 1
-    return counts
-
-
-def peak_activations(order: list[Action], saved: Sequence[float]) -> float:
-    """Return the most bytes of saved activations on a rank.
-
-    Args:
-        order: actions of the rank, in the order of their execution.
-        saved: bytes of a microbatch by stage, from its forward to its backward.
-    """
-    peak = current = 0.0
-    for stage, kind, _ in order:
-        if kind == "F":
-            current += saved[stage]
-            peak = max(peak, current)
-        elif kind in ("B", "W"):  # an entire backward pass, or its second half
-            current -= saved[stage]
-    return peak
 
 
 def _transfer_seconds(op: Collective, hardware: Hardware) -> float:

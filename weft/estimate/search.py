@@ -45,7 +45,7 @@ from weft.config.writer import to_toml
 from weft.estimate.advice import can_use_float8
 from weft.estimate.cost import Hardware, build_hardware
 from weft.estimate.forecast import OUTSIDE_ALLOCATOR, Forecast, forecast
-from weft.estimate.pieces import Pieces, state_bytes, supports_pieces
+from weft.estimate.pieces import Pieces, supports_pieces
 from weft.planning.degrees import ParallelDims, divisors
 from weft.planning.devices import GIB, Device, find_device, linked_devices
 from weft.planning.dispatch_rules import check_dispatch
@@ -239,10 +239,8 @@ class Estimator:
         return self.pieces.floor_seconds(plan, self.hardware)
 
     def state_bytes(self, plan: Plan) -> float:
-        """Return the bytes of weights, gradients and moments, without a recording."""
-        cost = self.pieces.cost(plan)
-        ranks = plan.tp * plan.pp
-        return cost.num_params / ranks * state_bytes(plan, cost)
+        """Return `Pieces.state_bytes`."""
+        return self.pieces.state_bytes(plan)
 
     def estimate(self, candidate: Candidate) -> Candidate | RejectedCandidate:
         """Return a candidate with its estimated time and memory, or why it is impossible."""
