@@ -514,7 +514,7 @@ class Pieces:
         return self._costs[key]
 
     def state_bytes(self, plan: Plan) -> float:
-        """Return the bytes of a rank's weights, gradients and moments, without a recording."""
+        """Return the bytes of a rank's weights, gradients and moments; no recording."""
         cost = self.cost(plan)
         return cost.num_params / (plan.tp * plan.pp) * state_bytes_of(plan, cost)
 
