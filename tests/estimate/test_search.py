@@ -488,6 +488,14 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
         (["--write", "x.toml"], "is for --search. Add --search"),
         (["--cluster", "1x3xH100", "--search"], "train.global_batch_size=8"),
         (["--search", "--rank-map"], "not allowed with"),
+        (
+            ["--cluster", "1x2xH100", "--search", "--parallel.tp", "4"],
+            "tp=4 is in no layout",
+        ),
+        (
+            ["--cluster", "1x2xH100", "--search", "--activation_checkpoint.every_n_layers", "2"],
+            "tries no layout with --activation_checkpoint.every_n_layers",
+        ),
     ],
 )
 def test_plan_search_wrong_options_are_refused(

@@ -251,14 +251,23 @@ def show_forecast(
 
 def search_layouts(options: argparse.Namespace, plan: Plan, machine: Machine) -> int:
     """Print the best layouts of a recipe's model on a cluster."""
+    from weft.config.schema import flatten
     from weft.estimate.forecast_text import render_search
     from weft.estimate.search import render_recipe, search
+    from weft.planning.placement import DEGREE_KEYS
 
     def show_status(text: str) -> None:
         if not options.json and sys.stderr.isatty():
             line = f"\r\033[K{escape_controls(text)}"
             print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
+    errors, values = ConfigErrors(), flatten(plan.job)
+    for key, text in options.overrides:
+        # The search begins at the nearest layout, whose degrees may be others than those asked for.
+        if key in DEGREE_KEYS and text.isdecimal() and values[key] not in ("auto", int(text)):
+            rule, remedy = "is in no layout of these ranks", f"leave it out, or use {values[key]}"
+            errors.add(key, rule, remedy, value=int(text))
+    errors.raise_any()
     fixed = {key for key, _ in options.overrides}
     result = search(plan, machine, log=show_status, fixed=fixed)
     show_status("")

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from weft.config.errors import ConfigError, ConfigErrors, InvalidConfig
+from weft.config.errors import MISSING, ConfigError, ConfigErrors, InvalidConfig
 from weft.config.schema import Job, flatten
 from weft.config.schema import replace as replace_sections
 from weft.config.writer import to_toml
@@ -179,6 +179,11 @@ def search(
     by_precision: dict[str, list[Candidate]] = {}
     for candidate in enumerate_candidates(plan, machine, fixed):
         by_precision.setdefault(candidate.precision, []).append(candidate)
+    if not by_precision:
+        keys = " ".join(f"--{key}" for key in sorted(fixed)) or "these ranks"
+        rule = f"tries no layout with {keys}"
+        remedy = "leave one out, or plan this layout without --search"
+        raise InvalidConfig([ConfigError("--search", MISSING, rule, remedy)])
     best: list[TracedCandidate] = []
     rejected: list[RejectedCandidate] = []
     with ExitStack() as stack:
