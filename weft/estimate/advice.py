@@ -77,6 +77,7 @@ def advise(
         return result.step_seconds(hardware).total(), result.memory_bytes()
 
     baseline = estimate(plan)
+    partners: list[Change] = []  # that do not fit alone, and were not estimated
     fits = prediction.fits is not False
 
     def evaluate(changes: Iterator[Change]) -> list[Advice]:
@@ -86,8 +87,11 @@ def advise(
                 changed = resolve(apply_change(job, change), machine)
                 if not supports_pieces(changed):
                     continue
-                if pieces.state_bytes(changed) > (prediction.capacity_bytes or math.inf):
-                    continue  # whatever its blocks need
+                states = pieces.state_bytes(changed)
+                if states > (prediction.capacity_bytes or math.inf):  # whatever its blocks need
+                    if states <= pieces.state_bytes(plan):
+                        partners.append(change)
+                    continue
                 limit = (1 + MIN_SPEEDUP) * pieces.floor_seconds(changed, hardware)
                 if fits and limit > baseline[0]:
                     continue
@@ -106,6 +110,7 @@ def advise(
         fitting = [a for a in single_changes if a.memory_bytes <= capacity]
         return _drop_supersets([a for a in fitting if a.speedup >= MIN_SPEEDUP])[:MAX_ADVICE]
     saving = [a.change for a in single_changes if a.memory_bytes < prediction.needed_bytes]
+    saving += partners
     pairs = (a | b for a, b in itertools.combinations(saving, 2) if not a.keys() & b.keys())
     select = partial(_select_fitting, job, machine, device, prediction, cached)
     return select(single_changes) or select(evaluate(pairs))
